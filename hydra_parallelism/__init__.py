@@ -1,0 +1,65 @@
+"""Declare a device topology in Hydra, get named device meshes when the job starts.
+
+The names below load on first use (PEP 562): importing this package imports no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from . import resolvers as _resolvers
+
+if TYPE_CHECKING:
+    from .config import ContextParallelConfig, FSDPConfig, ParallelismConfig, PipelineConfig, RuntimeConfig, WithParallelism
+    from .errors import ConfigurationError, LaunchError, ParallelismError
+    from .runtime import ParallelContext, current, init, parallel_context, shutdown
+    from .topology import Topology, resolve
+
+__all__ = [
+    "ConfigurationError",
+    "ContextParallelConfig",
+    "FSDPConfig",
+    "LaunchError",
+    "ParallelContext",
+    "ParallelismConfig",
+    "ParallelismError",
+    "PipelineConfig",
+    "RuntimeConfig",
+    "Topology",
+    "WithParallelism",
+    "current",
+    "init",
+    "parallel_context",
+    "resolve",
+    "shutdown",
+]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "config": (
+        "ContextParallelConfig",
+        "FSDPConfig",
+        "ParallelismConfig",
+        "PipelineConfig",
+        "RuntimeConfig",
+        "WithParallelism",
+    ),
+    "errors": ("ConfigurationError", "LaunchError", "ParallelismError"),
+    "runtime": ("ParallelContext", "current", "init", "parallel_context", "shutdown"),
+    "topology": ("Topology", "resolve"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+# A config that names our classes or callback unpickles in a child process by importing this package, and then its
+# interpolations must be answered there too.
+_resolvers.register()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,44 @@
+"""Every private torch name this library touches, each with a canary in the tests."""
+
+import gc
+import sys
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+__all__ = ["default_store", "registered_groups", "release_meshes"]
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group, for a group that the user made."""
+    return c10d._get_default_store()
+
+
+def registered_groups() -> int:
+    """How many process groups this rank holds, the default group included."""
+    return len(c10d._world.pg_map)
+
+
+def release_meshes() -> None:
+    """Forget the meshes of an ended job.
+
+    DTensor caches sharding decisions by mesh equality, which leaves out the names of the groups: a later job with an
+    equal-looking mesh would be handed groups that are gone, and sockets and threads of dead groups would stay. Collecting then
+    breaks the reference cycles, without which interpreter exit aborts now and then ("terminate called without an active
+    exception").
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        _clear_dtensor_caches()
+    gc.collect()
+
+
+def _clear_dtensor_caches() -> None:
+    from torch.distributed.tensor import DTensor, _redistribute
+    from torch.distributed.tensor._collective_utils import MeshTopoInfo
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    type(DTensor._op_dispatcher.sharding_propagator)._propagate_tensor_meta_cached.cache_clear()
+    MeshTopoInfo.build_from_mesh.cache_clear()

@@ -1,0 +1,349 @@
+"""The live half: process groups and meshes from job start to job end.
+
+``init`` is collective and is the only thing that builds; ``current`` only looks up; ``shutdown`` takes down what ``init`` made
+and nothing else. ``parallel_context`` is the three of them for notebooks, tests and the Compose API; under ``@hydra.main`` the
+callback calls them.
+"""
+
+import atexit
+import logging
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from . import _compat, agreement, device, rendezvous
+from . import world as world_module
+from ._equation import read_degrees
+from .config import ParallelismConfig, RuntimeConfig
+from .errors import LaunchError, ParallelismError
+from .mesh import AxisGroups, Meshes, build_groups
+from .topology import Topology, resolve
+from .world import World
+
+__all__ = ["ParallelContext", "current", "init", "parallel_context", "shutdown"]
+
+_log = logging.getLogger(__name__)
+_TEARDOWN_S = 30.0
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """What is alive during a job. Look-ups only: nothing here creates a group or reads the environment."""
+
+    topology: Topology
+    """The resolved layout."""
+    world: World
+    """The processes of the job, and where each number came from."""
+    device: torch.device
+    """The device of this rank."""
+    mesh: Meshes
+    """Device meshes by axis name or tuple of names: ``mesh["tp"]``, ``mesh["dp_replicate", "fsdp"]``."""
+    backend: str
+    """Backend of the process groups."""
+    store: dist.Store
+    """Key-value store shared by the ranks of this job, for small messages such as host names."""
+
+    @property
+    def rank(self) -> int:
+        """Index of this process in the world."""
+        return self.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Index of this process on its node."""
+        return self.world.local_rank
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """Base axis -> index of this rank along it."""
+        return self.topology.coordinate(self.rank)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of the batches this rank reads."""
+        return self.topology.dp_rank(self.rank)
+
+    @property
+    def dp_world_size(self) -> int:
+        """How many shares there are: dp_replicate * dp_shard."""
+        return self.topology.dp_world_size
+
+
+@dataclass
+class _Session:
+    """A context and what must be taken down with it."""
+
+    context: ParallelContext
+    groups: AxisGroups
+    owns_default: bool
+
+
+_session: _Session | None = None
+_failure: Exception | None = None
+_jobs = 0
+
+
+def init(config: Any, *, key: str = "parallelism", announce: Callable[[str], None] | None = None) -> ParallelContext:
+    """Resolve a config on the launched processes and build its process groups. Collective: call on all ranks.
+
+    Args:
+        config: The parallelism node: a ``ParallelismConfig``, a mapping or a ``DictConfig``.
+        key: Dotted path of the node, for messages.
+        announce: Told a refusal on exactly one rank, before any rank raises it.
+
+    Returns:
+        The context, also available from :func:`current` until :func:`shutdown`.
+
+    Raises:
+        ConfigurationError: The config is not valid or does not fit, or the ranks were started with different ones.
+        LaunchError: Processes or devices are missing.
+        ParallelismError: A context is alive already.
+    """
+    global _session, _failure, _jobs
+    if _session is not None:
+        raise ParallelismError("a parallel context is alive already; hydra_parallelism.shutdown() it first")
+    hook = sys.excepthook
+    try:
+        _session = _start(config, key, announce, job=_jobs)
+    except Exception as error:
+        _failure = error
+        raise
+    finally:
+        _jobs += 1
+        sys.excepthook = hook  # init_process_group wraps it once more each time
+    _failure = None
+    atexit.register(shutdown)  # Hydra 1.3 tells no callback of a Ctrl-C
+    return _session.context
+
+
+def current() -> ParallelContext:
+    """The context of the running job.
+
+    Raises:
+        ParallelismError: There is none, or the start of this job failed: then the original error, again.
+    """
+    if _session is not None:
+        return _session.context
+    if _failure is not None:
+        raise _failure
+    raise ParallelismError(
+        "no parallel context: choose a preset (defaults: [parallelism: default]) under @hydra.main, "
+        "or use hydra_parallelism.parallel_context(config)"
+    )
+
+
+def shutdown() -> None:
+    """Take down what ``init`` made; a default group that was there before stays. Bounded in time, harmless when repeated."""
+    global _session, _failure
+    session, _session, _failure = _session, None, None
+    atexit.unregister(shutdown)
+    if session is None:
+        return
+    owned = [None] if session.owns_default else list(reversed(session.groups.made))
+    worker = threading.Thread(target=_destroy, args=(owned,), daemon=True, name="hydra_parallelism teardown")
+    worker.start()
+    worker.join(_TEARDOWN_S)
+    if worker.is_alive():
+        _log.warning("the process groups of rank %d did not close within %g s", session.context.rank, _TEARDOWN_S)
+        return
+    world, store = session.context.world, session.context.store
+    del session, owned, worker
+    _compat.release_meshes()
+    if world.size > 1:
+        _leave(world, store)
+
+
+@contextmanager
+def parallel_context(config: Any, *, key: str = "parallelism") -> Iterator[ParallelContext]:
+    """``init`` on entry, ``shutdown`` on exit, whatever happens inside. Collective.
+
+    Example:
+        >>> with parallel_context(ParallelismConfig(dp_shard=-1)) as context:
+        ...     print(context.topology)
+    """
+    try:
+        yield init(config, key=key)
+    finally:
+        shutdown()
+
+
+def _start(config: Any, key: str, announce: Callable[[str], None] | None, job: int) -> _Session:
+    world = _read_world(config, key)
+    options = _read_options(config)
+    store = _job_store(world, job, timedelta(seconds=options.start_timeout_s))
+    topology, bound, error = Topology(), torch.device("cpu"), None
+    fingerprint: dict[str, Any] = {}
+    try:
+        topology = resolve(config, world.size, source=world.source(), key=key)
+        bound = device.bind(device.choose_type(options.device_type, key), world)
+        fingerprint = _fingerprint(config, key, topology, bound, options, store)
+    except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        error = caught
+    wait = timedelta(seconds=options.start_timeout_s)
+    agreement.settle(store, world, fingerprint, error, timeout=wait, announce=announce)
+    return _build(config, key, world, topology, bound, options, store)
+
+
+def _read_world(config: Any, key: str) -> World:
+    world = world_module.read()
+    if dist.is_initialized():
+        # The user's own default group is the world, whatever the environment says.
+        size, rank = dist.get_world_size(), dist.get_rank()
+        if world is None or (world.size, world.rank) != (size, rank):
+            world = World(size, rank, local_size=size, sources={"size": f"the default process group has {size} ranks"})
+        return world
+    if world is not None:
+        return world
+    planned = world_module.plan(read_degrees(config, key))
+    if planned.size > 1:
+        resolve(config, planned.size, source=planned.source(), key=key)
+        raise LaunchError(
+            f"{key} asks for {planned.size} processes ({planned.source()}), but nobody launched this one\n"
+            f"  try: torchrun --standalone --nproc-per-node {planned.size} ..."
+        )
+    return planned
+
+
+def _read_options(config: Any) -> RuntimeConfig:
+    if isinstance(config, ParallelismConfig):
+        return config.runtime
+    given = config.get("runtime") or {}
+    merged: RuntimeConfig = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RuntimeConfig), given))  # type: ignore[assignment]
+    return merged
+
+
+def _job_store(world: World, job: int, timeout: timedelta) -> dist.Store:
+    if dist.is_initialized() and world.size > 1:
+        return dist.PrefixStore(f"hydra_parallelism/{job}", _compat.default_store())
+    return rendezvous.connect(world, job, timeout=timeout)
+
+
+def _fingerprint(
+    config: Any, key: str, topology: Topology, bound: torch.device, options: RuntimeConfig, store: dist.Store
+) -> dict[str, Any]:
+    """What must be equal on all ranks, by the keys one types."""
+    name = device.identity(bound)
+    if name and store.add(f"device/{name}", 1) > 1:
+        raise LaunchError(f"two ranks are bound to the same device, {name}")
+    seen: dict[str, Any] = {f"{key}.{path}": value for path, value in _flatten(config)}
+    seen |= topology.degrees() | {"device": bound.type, "backend": device.choose_backend(options.backend, bound.type)}
+    if dist.is_initialized():
+        seen["process groups made before"] = _compat.registered_groups()
+    return seen
+
+
+def _flatten(config: Any) -> Iterator[tuple[str, Any]]:
+    node = OmegaConf.structured(config) if isinstance(config, ParallelismConfig) else OmegaConf.create(config)
+    plain = OmegaConf.to_container(node, resolve=True, enum_to_str=True)
+    pending: list[tuple[str, Any]] = list(plain.items())  # type: ignore[union-attr,arg-type]
+    for path, value in pending:
+        if isinstance(value, dict):
+            pending += [(f"{path}.{name}", inner) for name, inner in value.items()]
+        else:
+            yield path, value
+
+
+def _build(
+    config: Any,
+    key: str,
+    world: World,
+    topology: Topology,
+    bound: torch.device,
+    options: RuntimeConfig,
+    store: dist.Store,
+) -> _Session:
+    began = time.perf_counter()
+    owns_default = not dist.is_initialized()
+    timeout = timedelta(seconds=options.timeout_s)
+    backend = device.choose_backend(options.backend, bound.type)
+    with rendezvous.loopback_only(world):
+        if owns_default:
+            _init_default(world, backend, bound, timeout, store)
+        try:
+            groups = build_groups(topology, world.rank, timeout=timeout)
+        except BaseException:
+            if owns_default:
+                dist.destroy_process_group()
+            raise
+    meshes = Meshes(topology, world.rank, groups, bound.type)
+    context = ParallelContext(topology, world, bound, meshes, backend, store)
+    if world.rank == 0:
+        _tell(config, key, context, len(groups.made) + 1, time.perf_counter() - began)
+    return _Session(context, groups, owns_default)
+
+
+def _init_default(world: World, backend: str, bound: torch.device, timeout: timedelta, store: dist.Store) -> None:
+    if backend == "fake":
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("groups", store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timeout,
+        device_id=bound if bound.type == "cuda" else None,
+    )
+
+
+def _tell(config: Any, key: str, context: ParallelContext, groups: int, seconds: float) -> None:
+    topology, world = context.topology, context.world
+    degrees = read_degrees(config, key)
+    set_ = " * ".join(f"{axis}={size}" for axis, size in topology.degrees().items() if size > 1 and axis != "ep")
+    experts = f", ep={topology.ep}" if topology.ep > 1 else ""
+    nodes = f" on {world.nnodes} nodes" if world.nnodes > 1 else ""
+    _log.info(
+        "topology: %s%s = %d process(es)%s (%s), %s, %s, %d process group(s) in %.2f s%s",
+        set_ or "all degrees 1",
+        experts,
+        world.size,
+        nodes,
+        world.source() if world.launched else "not launched",
+        context.device.type,
+        context.backend,
+        groups,
+        seconds,
+        "; no degree was set, so DDP over all of them" if degrees.untouched and world.size > 1 else "",
+    )
+    for text, category in _warnings(config, key, topology):
+        warnings.warn(text, category, stacklevel=2)
+
+
+def _warnings(config: Any, key: str, topology: Topology) -> Iterator[tuple[str, type[Warning]]]:
+    def value(name: str) -> Any:
+        return config.get(name) if hasattr(config, "get") else getattr(config, name)
+
+    if value("enable_expert_parallel"):
+        yield f"{key}.enable_expert_parallel is deprecated, write {key}.ep_size={topology.ep}", FutureWarning
+    for plan, degree, size in (("tp_plan", "tp_size", topology.tp), ("ep_plan", "ep_size", topology.ep)):
+        if value(plan) and size == 1:
+            yield f"{key}.{plan} is set but does nothing at {degree}=1; try {key}.{degree}=2", UserWarning
+
+
+def _destroy(groups: list[Any]) -> None:
+    for group in groups:
+        try:
+            dist.destroy_process_group(group)
+        except (RuntimeError, ValueError) as error:  # a peer died, or the user destroyed everything first
+            _log.debug("destroying a process group: %s", error)
+
+
+def _leave(world: World, store: dist.Store) -> None:
+    """Rank 0 outlives the others when it serves the store: late look-ups of slower ranks would fail otherwise."""
+    try:
+        if store.add("done", 1) == world.size:
+            store.set("all done", "")
+        if rendezvous.serves_store(world):
+            store.wait(["all done"], timedelta(seconds=_TEARDOWN_S))
+    except (RuntimeError, dist.DistStoreError) as error:
+        _log.debug("leaving the store: %s", error)
+
