@@ -16,7 +16,6 @@ from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from . import resolvers
-from .config import ParallelismConfig
 
 __all__ = ["PRESETS", "register"]
 
@@ -103,7 +102,10 @@ def _put(group: str, name: str, make: Callable[..., DictConfig], *args: Any) -> 
 
 
 def _make_schema() -> DictConfig:
-    return OmegaConf.structured(ParallelismConfig)
+    from .config import ParallelismConfig  # here, because making the dataclasses costs more than all the rest
+
+    schema: DictConfig = OmegaConf.structured(ParallelismConfig)
+    return schema
 
 
 def _make_preset(name: str) -> DictConfig:

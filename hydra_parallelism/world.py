@@ -198,7 +198,8 @@ def _read_with(variables: _Variables, env: Mapping[str, str]) -> World:
                 said[name] = f"{variable}={env[variable]}"
                 return _number(variable, env[variable], launcher)
         if default is None:
-            raise LaunchError(f"{' or '.join(getattr(variables, name))} is not set, although {variables.marker} is ({launcher.value})")
+            names = " or ".join(getattr(variables, name))
+            raise LaunchError(f"{names} is not set, although {variables.marker} is ({launcher.value})")
         return default
 
     size, rank = number("size", None), number("rank", None)

@@ -1,0 +1,28 @@
+# Everything runs in .venv, made here from pyproject.toml and constraints.txt.
+PYTHON ?= python3
+BIN ?= .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint clean
+
+# CI has made its environment already and names it: make test BIN=/path/to/bin READY=
+READY ?= .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,lint,examples]"
+	@touch $@
+
+demo: $(READY)  ## train a small language model on 4 processes of this machine under HSDP 2 x 2
+	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train.py parallelism=hsdp parallelism.dp_replicate=2
+
+test: $(READY)  ## the whole test suite
+	$(BIN)/python -m pytest
+
+lint: $(READY)  ## style and types, changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv outputs multirun dist

@@ -1,0 +1,31 @@
+"""Train a small GPT on real text under DDP, FSDP or HSDP.
+
+    python examples/train.py                                       # one process
+    torchrun --nproc-per-node 4 examples/train.py                  # DDP over 4
+    torchrun --nproc-per-node 4 examples/train.py parallelism=two_by_two
+"""
+
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+
+# Hydra 1.3 warns when version_base is left out. 1.4 warns when it is given, and when a config names a callback class that the
+# app has not whitelisted.
+_HYDRA: dict[str, Any] = (
+    {"version_base": None}
+    if hydra.__version__.startswith("1.3")
+    else {"execution_whitelist": ["hydra_parallelism.callback.ParallelismCallback"]}
+)
+
+
+@hydra.main(config_path="../conf", config_name="config", **_HYDRA)
+def main(cfg: DictConfig) -> float:
+    """Train, and return the mean loss of the last step over all ranks, for sweepers."""
+    import training  # here, because it imports torch: --cfg, --help and tab completion answer without
+
+    return training.train(cfg)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""examples/train.py: the same loss under every layout, and what it refuses."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from processes import ROOT, Outcome, clean_environment, run, torchrun
+
+pytestmark = pytest.mark.processes
+
+TRAIN = ROOT / "examples/train.py"
+FEW = ("train.steps=20", "train.log_every=1", "hydra.run.dir=out")
+
+
+def losses(outcome: Outcome) -> list[float]:
+    assert outcome.code == 0, outcome.text
+    return [float(number) for number in re.findall(r"step \d+/20 loss (\d+\.\d+)", outcome.text)]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    command = [sys.executable, TRAIN, "parallelism=fsdp", *FEW]
+    return losses(run(command, tmp_path_factory.mktemp("reference"), env=clean_environment()))
+
+
+def test_one_process_learns(reference: list[float]) -> None:
+    assert len(reference) == 20
+    assert reference[0] == pytest.approx(5.55, abs=0.1)  # log(256): the first guess is uniform
+    assert reference[-1] < 3.3
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [("parallelism=hsdp", "parallelism.dp_replicate=2"), ("parallelism=ddp",), ("parallelism=fsdp",), ()],
+    ids=["hsdp", "ddp", "fsdp", "untouched"],
+)
+def test_four_processes_match_one(layout: tuple[str, ...], reference: list[float], tmp_path: Path) -> None:
+    found = losses(run(torchrun(4, TRAIN, *layout, *FEW), tmp_path))
+    assert len(found) == 20, "printed on rank 0 only"
+    assert found == pytest.approx(reference, abs=1e-4)
+
+
+def test_axes_that_it_does_not_apply_are_refused(tmp_path: Path) -> None:
+    outcome = run(torchrun(2, TRAIN, "parallelism=tp", "hydra.run.dir=out"), tmp_path)
+    assert outcome.code != 0
+    assert "examples/train.py shards data axes only: tp_size=2 is not applied here" in outcome.text
+
+
+def test_asking_for_the_config_imports_no_torch(tmp_path: Path) -> None:
+    outcome = run([sys.executable, "-X", "importtime", TRAIN, "--cfg", "job"], tmp_path, env=clean_environment())
+    assert outcome.code == 0
+    assert "dp_shard: 1" in outcome.text
+    imported = [line.split("|")[-1].strip() for line in outcome.text.splitlines() if line.startswith("import time:")]
+    assert "hydra_parallelism.store" in imported
+    assert not [name for name in imported if name.split(".")[0] in ("torch", "numpy")]

@@ -1,0 +1,134 @@
+"""What may import what, what an import costs, and which names are public."""
+
+import ast
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hydra_parallelism
+from hydra_parallelism import ConfigurationError, LaunchError, ParallelismError
+
+ROOT = Path(hydra_parallelism.__file__).parents[1]
+ORDER = ("errors", "config", "_equation", "topology", "world", "resolvers", "store")
+"""Each of these may import those before it. Everything that Hydra imports on its own account is here."""
+DOORBELL = sorted((ROOT / "hydra_plugins").rglob("*.py"))
+RUNTIME = ("ParallelContext", "current", "init", "parallel_context", "shutdown")
+
+
+def _siblings(path: Path) -> set[str]:
+    """Modules of the package that a module imports, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            found |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "hydra_parallelism":
+            found |= {node.module.split(".")[1]} if "." in node.module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("hydra_parallelism.")}
+    return found
+
+
+def _third_parties(path: Path) -> set[str]:
+    """Top-level packages that importing a module imports directly: everything outside functions."""
+    found: set[str] = set()
+    open_nodes: list[ast.AST] = [ast.parse(path.read_text())]
+    while open_nodes:
+        node = open_nodes.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(node.module.split(".")[0])
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            open_nodes += ast.iter_child_nodes(node)
+    return found
+
+
+def _module(name: str) -> Path:
+    return ROOT / "hydra_parallelism" / f"{name}.py"
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_imports_point_one_way(name: str) -> None:
+    assert _siblings(_module(name)) <= set(ORDER[: ORDER.index(name)])
+
+
+@pytest.mark.parametrize(
+    "path", [*map(_module, ORDER), _module("__init__"), *DOORBELL], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_nothing_that_hydra_imports_imports_torch(path: Path) -> None:
+    assert "torch" not in _third_parties(path)
+
+
+def test_config_imports_neither_torch_nor_hydra() -> None:
+    assert _third_parties(_module("config")) == {"dataclasses", "enum", "typing"}
+
+
+def test_the_plugin_folder_is_a_namespace_shared_with_others() -> None:
+    assert DOORBELL
+    assert not (ROOT / "hydra_plugins" / "__init__.py").exists()
+
+
+def _loaded(*modules: str) -> set[str]:
+    """Top-level packages in a fresh interpreter after importing some modules."""
+    code = f"import sys, {', '.join(modules)}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=dict(os.environ))
+    assert child.returncode == 0, child.stderr
+    return set(child.stdout.split())
+
+
+def test_discovery_leaves_torch_alone() -> None:
+    loaded = _loaded(
+        "hydra_parallelism",
+        "hydra_parallelism.store",
+        "hydra_parallelism.callback",
+        "hydra_plugins.hydra_parallelism.discovery",
+    )
+    assert "omegaconf" in loaded
+    assert not {"torch", "numpy"} & loaded
+
+
+def test_public_names_that_need_no_torch_load_without_it() -> None:
+    names = sorted(set(hydra_parallelism.__all__) - set(RUNTIME))
+    code = f"import sys; from hydra_parallelism import {', '.join(names)}; print('torch' in sys.modules)"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=dict(os.environ))
+    assert (child.stdout, child.stderr) == ("False\n", "")
+
+
+def test_public_names_are_sorted_and_listed() -> None:
+    assert hydra_parallelism.__all__ == sorted(hydra_parallelism.__all__)
+    assert set(dir(hydra_parallelism)) >= set(hydra_parallelism.__all__)
+
+
+@pytest.mark.parametrize("name", hydra_parallelism.__all__)
+def test_every_public_name_loads(name: str) -> None:
+    assert getattr(hydra_parallelism, name).__module__.startswith("hydra_parallelism.")
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'hydra_parallelism' has no attribute 'Mesh'"):
+        _ = hydra_parallelism.Mesh
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_module_lists_what_it_offers(name: str) -> None:
+    module = importlib.import_module(f"hydra_parallelism.{name}")
+    if not name.startswith("_"):
+        assert module.__all__ == sorted(module.__all__)
+        assert all(hasattr(module, public) for public in module.__all__)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize(
+    ("kind", "also"), [(ParallelismError, Exception), (ConfigurationError, ValueError), (LaunchError, RuntimeError)]
+)
+def test_exceptions_survive_pickling(kind: type[ParallelismError], also: type[Exception], protocol: int) -> None:
+    error = pickle.loads(pickle.dumps(kind("parallelism does not fit:\n  try: tp_size=2"), protocol))
+    assert type(error) is kind
+    assert isinstance(error, (ParallelismError, also))
+    assert isinstance(error, also)
+    assert str(error) == "parallelism does not fit:\n  try: tp_size=2"
