@@ -1,8 +1,8 @@
 """Train a small GPT on real text under DDP, FSDP or HSDP.
 
-    python examples/train.py                                       # one process
-    torchrun --nproc-per-node 4 examples/train.py                  # DDP over 4
-    torchrun --nproc-per-node 4 examples/train.py parallelism=two_by_two
+python examples/train.py                                       # one process
+torchrun --nproc-per-node 4 examples/train.py                  # DDP over 4
+torchrun --nproc-per-node 4 examples/train.py parallelism=two_by_two
 """
 
 from typing import Any

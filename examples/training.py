@@ -10,18 +10,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import text
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from hydra.utils import to_absolute_path
-from model import GPT
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hydra_parallelism
+import text
+from model import GPT
 
 try:
     from tqdm import tqdm

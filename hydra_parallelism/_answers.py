@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -67,11 +68,20 @@ def per_dp_rank(value: Any, node: str, root: DictConfig) -> int:
     return value // ranks
 
 
+_resolving: ContextVar[bool] = ContextVar("resolving", default=False)
+
+
 def _resolve(root: DictConfig, node: str) -> tuple[Topology, World]:
+    if _resolving.get():
+        raise ConfigurationError(f"a degree of {node} cannot be made of degrees; nnodes and local_world_size are fine")
     config = _select(root, node)
-    degrees = read_degrees(config, node)
-    world = world_module.read() or _plan(root, degrees)
-    return resolve(config, world.size, source=world.source(), key=node), world
+    token = _resolving.set(True)
+    try:
+        degrees = read_degrees(config, node)
+        world = world_module.read() or _plan(root, degrees)
+        return resolve(config, world.size, source=world.source(), key=node), world
+    finally:
+        _resolving.reset(token)
 
 
 def _process_world(root: DictConfig, node: str) -> World:
@@ -80,7 +90,7 @@ def _process_world(root: DictConfig, node: str) -> World:
     if world is not None:
         return world
     stated = OmegaConf.select(root, f"{node}.world_size") if OmegaConf.select(root, node) is not None else None
-    return _plan(root, Degrees(node, {}, 1, False, stated))
+    return _plan(root, Degrees(node, {}, 1, False, stated if isinstance(stated, int) else None))
 
 
 def _plan(root: DictConfig, degrees: Degrees) -> World:

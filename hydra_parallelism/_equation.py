@@ -22,6 +22,16 @@ FACTORS = {
 }
 """Factor of the world -> path of its key below the parallelism node, outermost axis first."""
 
+_SWITCHES = ("inference", "enable_expert_parallel")
+_NESTED_KEYS = tuple(name for name, path in FACTORS.items() if path != name)
+_OWN_KEYS = (
+    *(name for name, path in FACTORS.items() if path == name),
+    "context_parallel",
+    "ep_size",
+    "world_size",
+    *_SWITCHES,
+)
+
 # Which degree to offer first when several single changes would make the equation hold: data axes are the cheapest to change.
 _OFFER_ORDER = ("dp_shard", "dp_replicate", "tp_size", "pp_size", "ring_degree", "ulysses_degree", "cfg_parallel")
 
@@ -48,22 +58,31 @@ def read_degrees(config: Any, key: str, *, inference: bool | None = None) -> Deg
     Raises:
         ConfigurationError: Names every unknown key and every value that is out of range.
     """
-    plain = _as_mapping(config, key)
-    nested = plain.get("context_parallel", {})
-    problems = _unknown_keys(plain, nested, key)
+    plain = _read_node(config, key, _OWN_KEYS)
+    problems = _unknown_keys(config, ParallelismConfig, key)
+    nested: dict[str, Any] = {}
+    inner = plain.get("context_parallel", {})
+    if _is_node(inner):
+        nested = _read_node(inner, f"{key}.context_parallel", _NESTED_KEYS)
+        problems += _unknown_keys(inner, ContextParallelConfig, f"{key}.context_parallel")
+    else:
+        problems.append(f"{key}.context_parallel={_show(inner)}: must be a mapping")
     factors: dict[str, int] = {}
     for name, path in FACTORS.items():
-        source = nested if path != name else plain
-        factors[name] = source.get(name, 1) if isinstance(source, Mapping) else 1
+        factors[name] = (plain if path == name else nested).get(name, 1)
         problems += _judge(f"{key}.{path}", factors[name], sentinel=name != "cfg_parallel")
-    ep_size = plain.get("ep_size", 1)
+    ep_size, world_size = plain.get("ep_size", 1), plain.get("world_size")
     problems += _judge(f"{key}.ep_size", ep_size, sentinel=True)
+    problems += _judge_world_size(f"{key}.world_size", world_size)
+    for name in _SWITCHES:
+        if not isinstance(plain.get(name, False), bool):
+            problems.append(f"{key}.{name}={_show(plain[name])}: must be true or false")
     problems += _judge_guidance(factors["cfg_parallel"], plain.get("inference", False), inference, key)
     problems += _judge_sentinels(factors, key)
     if problems:
         raise ConfigurationError("\n  ".join([f"{key} is not valid:", *problems]))
-    follow = plain.get("enable_expert_parallel", False) is True and ep_size == 1
-    return Degrees(key, factors, ep_size, follow, plain.get("world_size"))
+    follow = plain.get("enable_expert_parallel", False) and ep_size == 1
+    return Degrees(key, factors, ep_size, follow, world_size)
 
 
 def solve(degrees: Degrees, world_size: int, source: str = "") -> dict[str, int]:
@@ -126,29 +145,45 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _as_mapping(config: Any, key: str) -> Mapping[str, Any]:
-    if isinstance(config, ParallelismConfig):
-        nested = config.context_parallel
-        own = nested if isinstance(nested, Mapping) else getattr(nested, "__dict__", nested)
-        return {**config.__dict__, "context_parallel": own}
+def _read_node(node: Any, key: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """Only the values that matter for the degrees: others may be interpolations that ask for degrees themselves."""
+    if isinstance(node, ParallelismConfig | ContextParallelConfig):
+        return {name: getattr(node, name) for name in names}
+    if not _is_node(node):
+        raise ConfigurationError(f"{key} must be a mapping or a ParallelismConfig, not {type(node).__name__}")
+    present = set(node)  # and not ``in node``, which denies a key whose value is missing
     try:
-        plain = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else config
+        return {name: "???" if _is_missing(node, name) else node[name] for name in names if name in present}
     except OmegaConfBaseException as error:
         raise ConfigurationError(f"{key} cannot be read: {error}") from error
-    if not isinstance(plain, Mapping):
-        raise ConfigurationError(f"{key} must be a mapping or a ParallelismConfig, not {type(config).__name__}")
-    return plain  # type: ignore[return-value]
 
 
-def _unknown_keys(plain: Mapping[str, Any], nested: Any, key: str) -> list[str]:
-    known = {f.name for f in fields(ParallelismConfig)}
-    problems = [f"{key}.{name}: no such key" for name in plain if name not in known]
-    if problems and "parallelism" in plain:
+def _is_node(value: Any) -> bool:
+    return isinstance(value, Mapping | DictConfig | ParallelismConfig | ContextParallelConfig)
+
+
+def _is_missing(node: Any, name: str) -> bool:
+    return isinstance(node, DictConfig) and OmegaConf.is_missing(node, name)
+
+
+def _unknown_keys(node: Any, schema: type, key: str) -> list[str]:
+    if isinstance(node, schema):
+        return []
+    known = {f.name for f in fields(schema)}
+    problems = [f"{key}.{name}: no such key" for name in node if name not in known]
+    if problems and "parallelism" in node:
         problems.append("this looks like a whole config: pass its parallelism node")
-    if not isinstance(nested, Mapping):
-        return [*problems, f"{key}.context_parallel={nested!r}: must be a mapping"]
-    inner = {f.name for f in fields(ContextParallelConfig)}
-    return problems + [f"{key}.context_parallel.{name}: no such key" for name in nested if name not in inner]
+    return problems
+
+
+def _show(value: Any) -> str:
+    return repr(value) if isinstance(value, str) and value != "???" else str(value)
+
+
+def _judge_world_size(path: str, value: Any) -> list[str]:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return []
+    return [f"{path}={_show(value)}: must be a whole number of at least 1, or null to ask the launcher"]
 
 
 def _judge(path: str, value: Any, *, sentinel: bool) -> list[str]:
@@ -156,7 +191,7 @@ def _judge(path: str, value: Any, *, sentinel: bool) -> list[str]:
     if whole and (value >= 1 or (sentinel and value == -1)):
         return []
     allowed = "a whole number of at least 1, or -1 for what is left" if sentinel else "1 or 2"
-    return [f"{path}={value}: must be {allowed}"]
+    return [f"{path}={_show(value)}: must be {allowed}"]
 
 
 def _judge_guidance(degree: Any, declared: Any, inference: bool | None, key: str) -> list[str]:
@@ -165,7 +200,7 @@ def _judge_guidance(degree: Any, declared: Any, inference: bool | None, key: str
         return []  # named by _judge already
     if degree > 2:
         return [f"{path}={degree}: must be 1 or 2 (a conditional and an unconditional branch)"]
-    serving = declared if inference is None else inference
+    serving = declared is True if inference is None else inference
     if degree == 2 and not serving:
         return [f"{path}=2 is for inference only; if nothing is trained: {key}.inference=true"]
     return []

@@ -166,8 +166,9 @@ class Meshes:
         groups = [self._groups.of_axis[axis] for axis in axes]
         view = DeviceMesh.from_group(groups, self._device_type, mesh=ranks, mesh_dim_names=axes)
         built = tuple(view.shape), tuple(view.get_coordinate() or ())
-        wanted = tuple(self._topology.size(axis) for axis in axes), tuple(
-            self._topology.index(axis, self._rank) for axis in axes
+        wanted = (
+            tuple(self._topology.size(axis) for axis in axes),
+            tuple(self._topology.index(axis, self._rank) for axis in axes),
         )
         if built != wanted:
             raise LaunchError(f"the mesh {axes} came out as (shape, coordinate) {built}, but the topology says {wanted}")

@@ -1,8 +1,8 @@
 """OmegaConf resolvers: the numbers of the topology, anywhere in an app's config.
 
 * ``${parallelism:NAME}`` - any degree (``dp_shard``, ``tp``, ``tp_size``, ``ring_degree``, ...), derived size (``dp``,
-  ``fsdp``, ``dp_world_size``, ...), or number of this process and its world (``world_size``, ``nnodes``, ``local_world_size``, ``rank``,
-  ``local_rank``, ``node_rank``, ``dp_rank``, ``is_main``).
+  ``fsdp``, ``dp_world_size``, ...), or number of this process and its world (``world_size``, ``nnodes``,
+  ``local_world_size``, ``rank``, ``local_rank``, ``node_rank``, ``dp_rank``, ``is_main``).
 * ``${parallelism:NAME,path.to.node}`` - the same when the node is not at ``parallelism``.
 * ``${parallelism.per_dp_rank:VALUE}`` - ``VALUE`` divided by ``dp_world_size``, exactly or not at all.
 

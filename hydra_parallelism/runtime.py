@@ -346,4 +346,3 @@ def _leave(world: World, store: dist.Store) -> None:
             store.wait(["all done"], timedelta(seconds=_TEARDOWN_S))
     except (RuntimeError, dist.DistStoreError) as error:
         _log.debug("leaving the store: %s", error)
-

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import takewhile
 from pathlib import Path
 
 from ._equation import Degrees
@@ -162,7 +163,8 @@ def plan(
     if degrees.world_size is not None:
         size, said = degrees.world_size, f"{degrees.key}.world_size={degrees.world_size}"
     elif nproc_per_node is not None:
-        size, said = nproc_per_node * nnodes, f"hydra.launcher.nproc_per_node={nproc_per_node}"
+        times = f" * hydra.launcher.nnodes={nnodes}" if nnodes > 1 else ""
+        size, said = nproc_per_node * nnodes, f"hydra.launcher.nproc_per_node={nproc_per_node}{times}"
     elif -1 not in factors.values():
         size, said = fixed, f"world_size={fixed} (product of the degrees)"
     elif found and found % fixed == 0:
@@ -180,8 +182,9 @@ def count_accelerators(environ: Mapping[str, str] | None = None) -> int:
     chosen = env.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return present
-    names = [name for name in chosen.split(",") if name.strip() and name.strip() != "-1"]
-    if names and all(name.strip().startswith("MIG-") for name in names):
+    # As CUDA reads it: what follows the first -1 is invisible.
+    names = list(takewhile(lambda name: name and name != "-1", (name.strip() for name in chosen.split(","))))
+    if names and all(name.startswith("MIG-") for name in names):
         return len(names) if present else 0
     return min(len(names), present)
 
@@ -204,26 +207,28 @@ def _read_with(variables: _Variables, env: Mapping[str, str]) -> World:
 
     size, rank = number("size", None), number("rank", None)
     nnodes, node_rank, local_rank = number("nnodes", 0), number("node_rank", 0), number("local_rank", 0)
-    local_size = _local_size(variables, env, launcher, said, node_rank)
-    if not local_size and nnodes:
-        local_size = max(1, size // nnodes)
-    elif not local_size:
+    local_size = _stated_local_size(variables, env, launcher, said, node_rank)
+    if local_size is None and "nnodes" in said:
+        local_size = max(1, size // max(1, nnodes))
+    elif local_size is None:
         # One process per machine sets no local rank (a pod per rank); a local rank alone means one machine.
-        local_size = size if "local_rank" in said else 1
-    nnodes = nnodes or max(1, size // local_size)
-    return World(size, rank, local_rank, local_size, nnodes, node_rank or rank // local_size, launcher, said)
+        local_size = max(1, size) if "local_rank" in said else 1
+    if "nnodes" not in said:
+        nnodes = max(1, size // max(1, local_size))
+    if "node_rank" not in said:
+        node_rank = rank // max(1, local_size)
+    return World(size, rank, local_rank, local_size, nnodes, node_rank, launcher, said)
 
 
-def _local_size(
+def _stated_local_size(
     variables: _Variables, env: Mapping[str, str], launcher: Launcher, said: dict[str, str], node_rank: int
-) -> int:
-    """Processes on this node as the launcher says, 0 when it does not."""
+) -> int | None:
     for variable in variables.local_size:
         if variable in env:
             said["local_size"] = f"{variable}={env[variable]}"
             per_node = _expand_tasks_per_node(variable, env[variable], launcher)
-            return per_node[min(node_rank, len(per_node) - 1)]
-    return 0
+            return per_node[node_rank] if 0 <= node_rank < len(per_node) else per_node[-1]
+    return None
 
 
 def _expand_tasks_per_node(variable: str, text: str, launcher: Launcher) -> list[int]:
@@ -234,7 +239,7 @@ def _expand_tasks_per_node(variable: str, text: str, launcher: Launcher) -> list
         if not match:
             return [_number(variable, text, launcher)]
         counts += [int(match[1])] * int(match[2] or 1)
-    return counts
+    return counts or [0]
 
 
 def _number(variable: str, text: str, launcher: Launcher) -> int:
@@ -244,11 +249,12 @@ def _number(variable: str, text: str, launcher: Launcher) -> int:
         raise LaunchError(f"{variable}={text!r} is not a number ({launcher.value})") from None
 
 
+_LEAST = {"size": 1, "rank": 0, "local_rank": 0, "local_size": 1, "nnodes": 1, "node_rank": 0}
+
+
 def _check(world: World) -> World:
     problems = [
-        f"{world.source(name)} must be at least {least}"
-        for name, least in (("size", 1), ("rank", 0), ("local_rank", 0), ("local_size", 1), ("nnodes", 1))
-        if getattr(world, name) < least
+        f"{world.source(name)} must be at least {least}" for name, least in _LEAST.items() if getattr(world, name) < least
     ]
     if not problems:
         for inner, outer in (("rank", "size"), ("local_rank", "local_size"), ("node_rank", "nnodes")):

@@ -34,9 +34,7 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(APPS), **extra}
 
 
-def run(
-    command: Sequence[str | Path], cwd: Path, *, deadline: float = 90, env: Mapping[str, str] | None = None
-) -> Outcome:
+def run(command: Sequence[str | Path], cwd: Path, *, deadline: float = 90, env: Mapping[str, str] | None = None) -> Outcome:
     """Run a command to its end; past the deadline its whole process group is killed and the test fails."""
     began = time.monotonic()
     process = start(command, cwd, env=env)

@@ -14,7 +14,7 @@ import hydra_parallelism
 from hydra_parallelism import ConfigurationError, LaunchError, ParallelismError
 
 ROOT = Path(hydra_parallelism.__file__).parents[1]
-ORDER = ("errors", "config", "_equation", "topology", "world", "resolvers", "store")
+ORDER = ("errors", "config", "_equation", "topology", "world", "_answers", "resolvers", "store")
 """Each of these may import those before it. Everything that Hydra imports on its own account is here."""
 DOORBELL = sorted((ROOT / "hydra_plugins").rglob("*.py"))
 RUNTIME = ("ParallelContext", "current", "init", "parallel_context", "shutdown")

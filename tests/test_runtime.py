@@ -3,7 +3,9 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
+import hydra
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,8 @@ from hydra_parallelism._compat import registered_groups
 from hydra_parallelism.config import DeviceType
 from hydra_parallelism.world import World
 from processes import body_lines, run, torchrun
+
+VERSION: dict[str, Any] = {"version_base": None} if hydra.__version__.startswith("1.3") else {}
 
 
 def listening_addresses() -> set[str]:
@@ -91,7 +95,7 @@ def test_many_cycles_leave_nothing() -> None:
 
 def test_compose_api_twice() -> None:
     for preset, degree in (("fsdp", -1), ("tp", 1)):
-        with initialize(version_base=None, config_path="apps/conf"):
+        with initialize(config_path="apps/conf", **VERSION):
             config = compose("say", overrides=[f"parallelism={preset}"])
         with hp.parallel_context(config.parallelism) as context:
             assert context.topology.world_size == 1
@@ -106,12 +110,14 @@ def test_too_many_processes_for_one() -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_options_that_do_nothing_are_said() -> None:
-    with pytest.warns(UserWarning, match="tp_plan is set but does nothing at tp_size=1"), hp.parallel_context(
-        {"tp_plan": "auto"}
+    with (
+        pytest.warns(UserWarning, match="tp_plan is set but does nothing at tp_size=1"),
+        hp.parallel_context({"tp_plan": "auto"}),
     ):
         pass
-    with pytest.warns(FutureWarning, match="write parallelism.ep_size=1"), hp.parallel_context(
-        hp.ParallelismConfig(enable_expert_parallel=True)
+    with (
+        pytest.warns(FutureWarning, match="write parallelism.ep_size=1"),
+        hp.parallel_context(hp.ParallelismConfig(enable_expert_parallel=True)),
     ):
         pass
 

@@ -93,9 +93,7 @@ def by_hand(variables: dict[str, str], of_rank: dict[str, str], tmp_path: Path, 
     ],
     ids=["srun", "mpirun", "submitit"],
 )
-def test_other_launchers_variables(
-    variables: dict[str, str], of_rank: dict[str, str], source: str, tmp_path: Path
-) -> None:
+def test_other_launchers_variables(variables: dict[str, str], of_rank: dict[str, str], source: str, tmp_path: Path) -> None:
     outcomes = by_hand(variables, of_rank, tmp_path, "parallelism=fsdp", "parallelism.tp_size=2")
     assert [o.code for o in outcomes] == [0] * 4, "\n".join(o.text for o in outcomes)
     sums = [sorted(body_lines(o)) for o in outcomes]

@@ -13,7 +13,7 @@ from hydra_parallelism.topology import AXES
 
 SIZES = ("pp_size", "dp_replicate", "dp_shard", "cfg_parallel", "ring_degree", "ulysses_degree", "tp_size")
 SHORT = ("pp", "dp_replicate", "dp_shard", "cfg", "ring", "ulysses", "tp")
-DOTTED = {name: f"parallelism.{name}" for name in (*SIZES, "ep_size")} | {
+DOTTED = {name: f"parallelism.{name}" for name in (*SIZES, "ep_size", "enable_expert_parallel")} | {
     name: f"parallelism.context_parallel.{name}" for name in ("ring_degree", "ulysses_degree")
 }
 MADE_OF = {
@@ -79,6 +79,8 @@ def _offenders(degrees: dict[str, Any], inference: bool) -> list[str]:
         bad_branches = name == "cfg_parallel" and value not in ((1, 2) if inference else (1,))
         if type(value) is not int or value < -1 or value == 0 or bad_branches:
             wrong.append(name)
+    if not isinstance(degrees.get("enable_expert_parallel", False), bool):
+        wrong.append("enable_expert_parallel")
     open_ones = [name for name in SIZES if name != "cfg_parallel" and type(degrees.get(name)) is int and degrees[name] == -1]
     return wrong + (open_ones if len(open_ones) > 1 else [])
 
