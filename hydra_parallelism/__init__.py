@@ -3,6 +3,7 @@
 The names below load on first use (PEP 562): importing this package imports no torch.
 """
 
+import sys as _sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,12 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 # A config that names our classes or callback unpickles in a child process by importing this package, and then its
 # interpolations must be answered there too.
 _resolvers.register()
+
+# torch.distributed.launch and old scripts append --local-rank=N, which Hydra's parser does not know.
+if any(argument.startswith(("--local-rank", "--local_rank")) for argument in _sys.argv):
+    from ._local_rank import strip as _strip
+
+    _strip(_sys.argv)
 
 
 def __getattr__(name: str) -> Any:

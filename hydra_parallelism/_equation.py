@@ -210,4 +210,4 @@ def _judge_sentinels(factors: Mapping[str, Any], key: str) -> list[str]:
     open_factors = [f"{key}.{FACTORS[name]}=-1" for name, value in factors.items() if value == -1 and name != "cfg_parallel"]
     if len(open_factors) < 2:
         return []
-    return [f"{' and '.join(open_factors)}: only one degree may take what is left"]
+    return [f"{' and '.join(open_factors)}: only one degree may take what is left; try {open_factors[-1][:-2]}1"]

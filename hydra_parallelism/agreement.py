@@ -52,7 +52,7 @@ def settle(
     store.set_timeout(timeout)
     if world.rank == 0:
         store.set("fingerprint", json.dumps(None if error else dict(fingerprint), default=str))
-    refusal = _describe(error, world) if error else _compare(store, world, fingerprint, timeout)
+    refusal = _compare(store, world, fingerprint, error, timeout)
     if refusal and store.add("objections", 1) == 1:
         if announce:
             announce(refusal["text"])
@@ -65,18 +65,25 @@ def settle(
         raise _revive(verdict, announced=announce is not None) from error
 
 
-def _compare(store: dist.Store, world: World, mine: Mapping[str, Any], timeout: timedelta) -> dict[str, str] | None:
-    theirs = _await(store, "fingerprint", world, timeout)
+def _compare(
+    store: dist.Store, world: World, mine: Mapping[str, Any], error: Exception | None, timeout: timedelta
+) -> dict[str, str] | None:
+    """What this rank has to object: its own error, and in what its config differs from rank 0's if that one is content."""
+    theirs = _await(store, "fingerprint", world, timeout) if world.rank else None
     own = json.loads(json.dumps(dict(mine), default=str))
-    if theirs is None or theirs == own:
-        return None
-    differing = [key for key in {**theirs, **own} if theirs.get(key) != own.get(key)]
+    compared = own if error else {**(theirs or {}), **own}  # a rank with an error has no more than its config to show
+    differing = [key for key in compared if theirs is not None and theirs.get(key) != own.get(key)]
+    if not differing:
+        return _describe(error, world) if error else None
     lines = [
-        f"  rank 0 has {', '.join(f'{key}={theirs.get(key)}' for key in differing)}",
+        "ranks disagree:",
+        f"  rank 0 has {', '.join(f'{key}={(theirs or {}).get(key)}' for key in differing)}",
         f"  rank {world.rank} has {', '.join(f'{key}={own.get(key)}' for key in differing)}",
         "  try: start all ranks with the same overrides and the same config files",
     ]
-    return {"kind": "ConfigurationError", "text": "\n".join(["ranks disagree:", *lines])}
+    if error:
+        lines.insert(0, _describe(error, world)["text"])
+    return {"kind": "ConfigurationError", "text": "\n".join(lines)}
 
 
 def _describe(error: Exception, world: World) -> dict[str, str]:

@@ -3,30 +3,34 @@
 Hydra turns an ``Exception`` raised in a callback into a warning and runs the task all the same, with exit status 0. A start
 that fails must not end like that, so the callback does one of two things:
 
-* In a plain run the message is printed, once among all ranks, and every process leaves with status 1.
+* In a plain run the message is shown once among all ranks, and every process leaves with status 1.
 * In a sweep the call of the task function itself raises the error, so that Hydra reports it as that job's failure and goes on
   with the next one.
 """
 
+import contextlib
 import logging
 import os
 import sys
-import traceback
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hydra.core.utils import JobReturn
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from . import resolvers
+from . import resolvers, worker, world
 from .errors import ConfigurationError, ParallelismError
+from .failures import format_error, write_error_file
+from .logs import RankLog, console_ranks
+from .topology import resolve
 
 __all__ = ["ParallelismCallback"]
 
-_log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 resolvers.register()
 
@@ -40,49 +44,146 @@ class ParallelismCallback(Callback):
 
     def __init__(self, node: str = "parallelism") -> None:
         self.node = node
+        self._log: RankLog | None = None
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Before a plain run makes its folder: start the processes it asks for, or agree with them on the folder."""
+        from . import run_mode
+
+        try:
+            run_mode.enter(config, self._select(config), self.node)
+        except Exception as error:  # noqa: BLE001 - Hydra would swallow it and run the task
+            self._leave(error)
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Refuse a sweep in each of several launched processes."""
+        from . import run_mode
+
+        try:
+            run_mode.refuse_sweep(config)
+        except Exception as error:  # noqa: BLE001
+            self._leave(error)
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Start the context. Collective. On failure the task does not run and the exit status is not 0."""
         try:
             self._start(config)
-        except Exception as error:  # noqa: BLE001 - Hydra would swallow it and run the task
-            self._refuse(error, config)
+        except Exception as error:  # noqa: BLE001
+            caller = _caller_of_on_job_start()
+            if config.hydra.mode == RunMode.MULTIRUN and caller is not None:
+                self._close_log()
+                _raise_from_next_call(caller, error)
+            else:
+                self._leave(error)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Take the context down, also after a failure."""
+        """Take the context down, also after a failure, and see to it that one failure is told once."""
         from . import runtime
 
+        if job_return.status is JobStatus.FAILED and isinstance(job_return._return_value, Exception):
+            self._report(job_return._return_value)
         runtime.shutdown()
+        if config.hydra.mode == RunMode.MULTIRUN:
+            self._close_log()
 
-    def _start(self, config: DictConfig) -> None:
-        from . import record, runtime
-
+    def _select(self, config: DictConfig) -> Any:
         node = OmegaConf.select(config, self.node)
         if node is None:
             raise ConfigurationError(
                 f"the config has no node {self.node!r}\n"
                 "  try: hydra.callbacks.parallelism.node=path.to.node, or choose a preset (parallelism=default)"
             )
-        context = runtime.init(node, key=self.node, announce=_announce)
-        if config.hydra.output_subdir is not None:
-            record.write(context, Path(config.hydra.runtime.output_dir) / config.hydra.output_subdir)
+        return node
 
-    def _refuse(self, error: Exception, config: DictConfig) -> None:
-        if config.hydra.mode == RunMode.MULTIRUN:
-            caller = _caller_of_on_job_start()
-            if caller is not None:
-                _raise_from_next_call(caller, error)
-                return
-        if not getattr(error, "announced", False):
-            _announce(str(error) if isinstance(error, ParallelismError) else f"{type(error).__name__}: {error}")
-        if os.environ.get("HYDRA_FULL_ERROR"):
-            traceback.print_exception(error)
+    def _start(self, config: DictConfig) -> None:
+        from . import record, runtime
+
+        node = self._select(config)
+        self._open_log(config, node)
+        _check_interpolations(config)
+        context = runtime.init(node, key=self.node, announce=self._announce)
+        if config.hydra.output_subdir is not None or context.rank != 0:
+            record.write(context, Path(config.hydra.runtime.output_dir) / (config.hydra.output_subdir or ""))
+
+    def _open_log(self, config: DictConfig, node: DictConfig) -> None:
+        """Give each of several ranks a log of its own, before anything can go wrong."""
+        found = world.read()
+        if found is None or found.size == 1:
+            return
+        place: dict[str, int] = {}
+        with contextlib.suppress(ParallelismError):  # told by all ranks together, a moment later
+            topology = resolve(node, found.size, key=self.node)
+            place = {axis: at for axis, at in topology.coordinate(found.rank).items() if topology.size(axis) > 1}
+        console = console_ranks(node.runtime.log_ranks, found.size, self.node)
+        folder = Path(config.hydra.runtime.output_dir)
+        self._log = RankLog(folder, found.rank, found.size, place, console)
+        self._log.open()
+
+    def _close_log(self) -> None:
+        if self._log is not None:
+            self._log.close()
+            self._log.give_streams_back()
+            self._log = None
+
+    def _announce(self, text: str) -> None:
+        """Tell a refusal, on the one rank that is asked to."""
+        if worker.started_here() and write_error_file(ConfigurationError(text)):
+            return  # whoever started us shows it
+        if self._log is not None:
+            self._log.write_to_console(text)
+        else:
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+
+    def _leave(self, error: Exception) -> None:
+        """Tell an error, unless another rank has, and leave with status 1."""
+        if worker.started_here():
+            if not getattr(error, "announced", False):
+                write_error_file(error)
+        elif not getattr(error, "announced", False) and self._is_first("refusal"):
+            self._announce(format_error(error))
         raise SystemExit(1)
 
+    def _report(self, error: Exception) -> None:
+        """Leave an account of a failed task where it is shown once; what Hydra prints next goes to the log."""
+        if self._log is None:
+            return
+        first = self._is_first("failure")
+        if worker.started_here() or first:
+            write_error_file(error)
+        if first and not worker.started_here() and "TORCHELASTIC_ERROR_FILE" not in os.environ:
+            self._log.give_streams_back()
+            self._log.write_to_console(f"rank {self._log.rank} failed ({self._log.who}), its log: {self._log.path}")
+        else:
+            self._log.take_streams()
+        _logger.error("the task failed\n%s", format_error(error))
 
-def _announce(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    def _is_first(self, event: str) -> bool:
+        """Whether no other rank has come here before; alone, or without a store to ask, a rank is."""
+        from . import runtime
+
+        return runtime.is_first(event)
+
+
+def _check_interpolations(config: DictConfig) -> None:
+    """Find out now what our resolvers would refuse in the middle of the task, such as a batch that does not divide.
+
+    Raises:
+        ConfigurationError: Names the key, and says what the resolver says.
+    """
+    for key in config:
+        if key == "hydra" or OmegaConf.is_missing(config, key):
+            continue
+        try:
+            OmegaConf.to_container(config._get_node(key), resolve=True)
+        except InterpolationResolutionError as error:
+            refusal: BaseException | None = error
+            while refusal is not None and not isinstance(refusal, ConfigurationError):
+                refusal = refusal.__cause__
+            if refusal is not None:
+                raise ConfigurationError(f"{error.full_key}: {refusal}") from error
+        except (OmegaConfBaseException, ValueError, TypeError):
+            continue  # not ours: told when the task asks for it
 
 
 def _caller_of_on_job_start() -> FrameType | None:

@@ -105,6 +105,8 @@ class RuntimeConfig:
     """Seconds until a collective gives up, for every process group and not only for the default one."""
     start_timeout_s: float = 300.0
     """Seconds to wait at job start until all ranks have arrived and agreed on the topology."""
+    log_ranks: Any = 0
+    """Ranks that write to the console: a rank, a list of ranks, or ``all``. Every rank has its own ``ranks/<rank>.log``."""
 
 
 @dataclass

@@ -150,6 +150,10 @@ class Meshes:
     def __len__(self) -> int:
         return len(AXES)
 
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={self._topology.size(axis)}" for axis in AXES)
+        return f"Meshes({sizes})"
+
     def __contains__(self, axis: object) -> bool:
         return axis in AXES
 

@@ -23,12 +23,12 @@ __all__ = ["connect", "loopback_only", "master_address", "serves_store"]
 _FIRST_PORT, _PORTS = 20000, 20000
 
 
-def connect(world: World, job: int, *, timeout: timedelta) -> dist.Store:
+def connect(world: World, job: int | str, *, timeout: timedelta) -> dist.Store:
     """The store of a job. Collective when the world has more than one rank.
 
     Args:
         world: Who takes part.
-        job: Number of the job in this process, from 0, equal on all ranks.
+        job: Number of the job in this process, from 0, or another name for what it is about; equal on all ranks.
         timeout: How long to wait for the store.
 
     Raises:

@@ -30,7 +30,7 @@ from .mesh import AxisGroups, Meshes, build_groups
 from .topology import Topology, resolve
 from .world import World
 
-__all__ = ["ParallelContext", "current", "init", "parallel_context", "shutdown"]
+__all__ = ["ParallelContext", "current", "init", "is_first", "parallel_context", "shutdown"]
 
 _log = logging.getLogger(__name__)
 _TEARDOWN_S = 30.0
@@ -57,6 +57,11 @@ class ParallelContext:
     def rank(self) -> int:
         """Index of this process in the world."""
         return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes the job has."""
+        return self.world.size
 
     @property
     def local_rank(self) -> int:
@@ -138,7 +143,7 @@ def current() -> ParallelContext:
         raise _failure
     raise ParallelismError(
         "no parallel context: choose a preset (defaults: [parallelism: default]) under @hydra.main, "
-        "or use hydra_parallelism.parallel_context(config)"
+        "or use hydra_parallelism.parallel_context(config.parallelism)"
     )
 
 
@@ -177,6 +182,21 @@ def parallel_context(config: Any, *, key: str = "parallelism") -> Iterator[Paral
         shutdown()
 
 
+def is_first(event: str) -> bool:
+    """Whether no other rank of this job, or of a job that never started, has asked this before.
+
+    Alone, and without a store that answers, a rank is first: rather told twice than not at all.
+    """
+    world = world_module.read()
+    if world is None or world.size == 1:
+        return True
+    try:
+        store = _session.context.store if _session else rendezvous.connect(world, "first", timeout=timedelta(seconds=10))
+        return store.add(f"first/{event}", 1) == 1
+    except (RuntimeError, LaunchError):
+        return True
+
+
 def _start(config: Any, key: str, announce: Callable[[str], None] | None, job: int) -> _Session:
     world = _read_world(config, key)
     options = _read_options(config)
@@ -184,9 +204,10 @@ def _start(config: Any, key: str, announce: Callable[[str], None] | None, job: i
     topology, bound, error = Topology(), torch.device("cpu"), None
     fingerprint: dict[str, Any] = {}
     try:
+        fingerprint = {f"{key}.{path}": value for path, value in _flatten(config)}
         topology = resolve(config, world.size, source=world.source(), key=key)
         bound = device.bind(device.choose_type(options.device_type, key), world)
-        fingerprint = _fingerprint(config, key, topology, bound, options, store)
+        fingerprint |= _fingerprint(topology, bound, options, store)
     except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         error = caught
     wait = timedelta(seconds=options.start_timeout_s)
@@ -228,15 +249,15 @@ def _job_store(world: World, job: int, timeout: timedelta) -> dist.Store:
     return rendezvous.connect(world, job, timeout=timeout)
 
 
-def _fingerprint(
-    config: Any, key: str, topology: Topology, bound: torch.device, options: RuntimeConfig, store: dist.Store
-) -> dict[str, Any]:
-    """What must be equal on all ranks, by the keys one types."""
+def _fingerprint(topology: Topology, bound: torch.device, options: RuntimeConfig, store: dist.Store) -> dict[str, Any]:
+    """What the config came to here and must be equal on all ranks."""
     name = device.identity(bound)
     if name and store.add(f"device/{name}", 1) > 1:
         raise LaunchError(f"two ranks are bound to the same device, {name}")
-    seen: dict[str, Any] = {f"{key}.{path}": value for path, value in _flatten(config)}
-    seen |= topology.degrees() | {"device": bound.type, "backend": device.choose_backend(options.backend, bound.type)}
+    seen: dict[str, Any] = topology.degrees() | {
+        "device": bound.type,
+        "backend": device.choose_backend(options.backend, bound.type),
+    }
     if dist.is_initialized():
         seen["process groups made before"] = _compat.registered_groups()
     return seen
@@ -312,7 +333,7 @@ def _tell(config: Any, key: str, context: ParallelContext, groups: int, seconds:
         context.backend,
         groups,
         seconds,
-        "; no degree was set, so DDP over all of them" if degrees.untouched and world.size > 1 else "",
+        "; no degree is set, so DDP over all of them" if degrees.untouched and world.size > 1 else "",
     )
     for text, category in _warnings(config, key, topology):
         warnings.warn(text, category, stacklevel=2)

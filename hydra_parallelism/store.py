@@ -3,7 +3,8 @@
 Group ``parallelism``: presets for whole layouts, each on top of ``schema``. Its sub-groups compose with any of them:
 ``parallelism/context_parallel=ring|ulysses|usp``, ``parallelism/fsdp=bf16|offload``,
 ``parallelism/pipeline=1f1b|interleaved_1f1b|gpipe|zero_bubble``. Choosing a preset attaches the callback
-(``hydra/parallelism=runtime``); the user's own callbacks stay.
+and makes torchrun the launcher (``hydra/parallelism=runtime``); the user's own callbacks stay, and a launcher chosen on the
+command line or in the primary config wins.
 
 Every Hydra app in the environment pays for what happens here at discovery, and nearly all of a plugin's cost is turning
 dataclasses into nodes (12 ms for these). So the entries are :class:`_LazyNode`: made when a config is first asked for.
@@ -63,6 +64,7 @@ _PRESET_DEFAULTS: list[Any] = [
     *({group: None} for group in _SUB_GROUPS),  # after the preset's own values: a sub-group is the more explicit choice
 ]
 _RUNTIME = {
+    "defaults": [{"override /hydra/launcher": "torchrun"}, "_self_"],
     "hydra": {"callbacks": {"parallelism": {"_target_": "hydra_parallelism.callback.ParallelismCallback"}}},
 }
 
@@ -92,6 +94,7 @@ def register() -> None:
         for name in options:
             _put(f"parallelism/{group}", name, _make_option, group, name)
     _put("hydra/parallelism", "runtime", _make_runtime)
+    _put("hydra/launcher", "torchrun", _make_launcher)
 
 
 def _put(group: str, name: str, make: Callable[..., DictConfig], *args: Any) -> None:
@@ -114,6 +117,13 @@ def _make_preset(name: str) -> DictConfig:
 
 def _make_option(group: str, name: str) -> DictConfig:
     return OmegaConf.create(_SUB_GROUPS[group][name])
+
+
+def _make_launcher() -> DictConfig:
+    from .launcher_config import TorchrunConfig
+
+    launcher: DictConfig = OmegaConf.structured(TorchrunConfig)
+    return launcher
 
 
 def _make_runtime() -> DictConfig:

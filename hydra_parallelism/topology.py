@@ -36,7 +36,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ._equation import Degrees, read_degrees, solve
+from ._equation import FACTORS, Degrees, read_degrees, solve
 from .errors import ConfigurationError
 
 __all__ = ["AXES", "BASE_AXES", "DERIVED_AXES", "SPARSE_AXES", "Topology", "resolve"]
@@ -276,7 +276,7 @@ def check_world_size(world_size: int, degrees: Degrees, source: str) -> None:
     if wanted is not None and wanted != world_size:
         raise ConfigurationError(
             f"{degrees.key}.world_size={wanted}, but {source or f'the world size is {world_size}'}\n"
-            f"  try: {degrees.key}.world_size=null, or start {wanted} process(es)"
+            f"  try: start {wanted} process(es), or {degrees.key}.world_size={world_size}"
         )
 
 
@@ -312,6 +312,7 @@ def _check_axis(axis: str) -> None:
 
 def unknown_axis(name: object) -> str:
     """The message for a name that is no axis: the known names and the nearest one."""
-    near = difflib.get_close_matches(str(name), AXES, n=1, cutoff=0.5)
+    of_key = dict(zip(FACTORS, BASE_AXES, strict=True)) | {"ep_size": "ep"}
+    near = [of_key[str(name)]] if str(name) in of_key else difflib.get_close_matches(str(name), AXES, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"no axis {name!r}{hint or ';'} the axes are {', '.join(AXES)}"

@@ -27,7 +27,7 @@ def test_torchrun_builds_the_meshes_of_hsdp(tmp_path: Path) -> None:
 def test_an_untouched_config_is_ddp_over_all_processes(tmp_path: Path) -> None:
     outcome = run(torchrun(4, "say.py"), tmp_path)
     assert ranks(outcome) == [f"BODY rank {r} dp_rank {r} sum 6 [dp_replicate=4] lr 0.1" for r in range(4)]
-    assert outcome.text.count("no degree was set, so DDP over all of them") == 1
+    assert outcome.text.count("no degree is set, so DDP over all of them") == 1
 
 
 def test_one_process_needs_no_launcher(tmp_path: Path) -> None:

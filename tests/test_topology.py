@@ -374,7 +374,7 @@ def test_a_config_may_say_which_world_it_is_for() -> None:
     assert resolve({"world_size": 8, "dp_shard": -1}, 8) == Topology(dp_shard=8)
     assert resolve({"world_size": None, "dp_shard": -1}, 8) == Topology(dp_shard=8)
     assert _refusal({"world_size": 4, "dp_shard": -1}, 8, source="WORLD_SIZE=8 (torchrun)") == (
-        "parallelism.world_size=4, but WORLD_SIZE=8 (torchrun)\n  try: parallelism.world_size=null, or start 4 process(es)"
+        "parallelism.world_size=4, but WORLD_SIZE=8 (torchrun)\n  try: start 4 process(es), or parallelism.world_size=8"
     )
     assert "parallelism.world_size=4, but the world size is 8\n" in _refusal({"world_size": 4}, 8)
 

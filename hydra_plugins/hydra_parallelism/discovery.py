@@ -1,5 +1,7 @@
 """The doorbell: Hydra imports this module when it looks for plugins, and that is what fills the ConfigStore."""
 
+import os
+
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
@@ -8,6 +10,11 @@ from hydra_parallelism import store
 __all__ = ["HydraParallelism"]
 
 store.register()
+
+if "HYDRA_PARALLELISM_PARENT" in os.environ:  # this process was started by us: as early as can be, for it may outlive us
+    from hydra_parallelism import worker
+
+    worker.adopt()
 
 
 class HydraParallelism(SearchPathPlugin):

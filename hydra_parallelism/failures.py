@@ -1,0 +1,148 @@
+"""Errors on their way from a rank to the console: written by the rank, chosen and told by whoever started it.
+
+A rank that fails writes torch elastic's error file (``TORCHELASTIC_ERROR_FILE``), in torch's own format. When one rank fails
+its peers fail too, with errors of the network, and the agent ends the rest: :func:`find_cause` tells the cause from these.
+"""
+
+import json
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import ParallelismError
+
+__all__ = ["Failure", "find_cause", "format_error", "tell", "write_error_file"]
+
+_ECHOES = ("DistBackendError", "DistNetworkError", "DistStoreError", "SignalException", "KeyboardInterrupt")
+_ECHO_TEXTS = ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "Broken pipe", "NCCL error")
+_TAIL_LINES = 30
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank ended."""
+
+    rank: int
+    exitcode: int
+    text: str = ""
+    """The rank's own account: a traceback, or a message that needs none. Empty when it left none."""
+    kind: str = ""
+    """Name of the exception class."""
+    moment: float = float("inf")
+    """When the rank wrote its account, seconds since the epoch."""
+    tail: str = ""
+    """The last lines that the rank wrote to its own streams, for a rank without an account."""
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether this looks like the consequence of another rank's failure."""
+        return self.kind in _ECHOES or any(text in self.text for text in _ECHO_TEXTS)
+
+    @property
+    def was_ended(self) -> bool:
+        """Whether the agent ended this rank because of another one."""
+        return not self.text and self.exitcode == -signal.SIGTERM
+
+
+def write_error_file(error: BaseException) -> bool:
+    """Leave an account of an error for whoever started this rank.
+
+    Returns:
+        Whether there was somebody to leave it to. The first account stays: later errors of one rank are consequences.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.path.exists(path):
+        return bool(path)
+    moment = time.time()
+    data = {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {
+                "py_callstack": format_error(error),
+                "timestamp": str(int(moment)),
+                "moment": moment,
+                "kind": type(error).__name__,
+                "host": socket.gethostname(),
+            },
+        }
+    }
+    Path(path).write_text(json.dumps(data))
+    return True
+
+
+def format_error(error: BaseException) -> str:
+    """A traceback that starts with the user's task; our own refusals need none. ``HYDRA_FULL_ERROR=1`` brings everything."""
+    if os.environ.get("HYDRA_FULL_ERROR"):
+        return "".join(traceback.format_exception(error)).rstrip()
+    if isinstance(error, ParallelismError):
+        return str(error)
+    report = traceback.TracebackException.from_exception(error)
+    frames = list(report.stack)
+    ours = [i for i, frame in enumerate(frames) if frame.name in ("run_job", "_run_job")]
+    report.stack = traceback.StackSummary.from_list(frames[ours[-1] + 1 :] if ours else frames)
+    return "".join(report.format()).rstrip()
+
+
+def read_failures(failures: Mapping[int, Any]) -> list[Failure]:
+    """Turn torch elastic's ``ProcessFailure`` objects into ours, with what each rank wrote."""
+    return [_read_failure(rank, failure) for rank, failure in sorted(failures.items())]
+
+
+def _read_failure(rank: int, failure: Any) -> Failure:
+    message = failure.error_file_data.get("message") if failure.error_file_data else None
+    if isinstance(message, dict):
+        extra = message.get("extraInfo", {})
+        moment = float(extra.get("moment", extra.get("timestamp", "inf")))
+        return Failure(rank, failure.exitcode, extra.get("py_callstack", ""), extra.get("kind", ""), moment)
+    return Failure(rank, failure.exitcode)
+
+
+def find_cause(failures: list[Failure]) -> Failure:
+    """The failure that the others follow from.
+
+    First the earliest account that is no echo, then a rank that ended without one (killed, or ``os._exit``), then the earliest
+    echo.
+    """
+
+    def order(failure: Failure) -> tuple[int, float]:
+        if failure.text and not failure.is_echo:
+            return 0, failure.moment
+        if not failure.text and not failure.was_ended:
+            # Exit code 1 without an account is a rank that left because another one had told why already.
+            return (1 if failure.exitcode != 1 or failure.tail else 3), failure.moment
+        return (2, failure.moment) if failure.text else (4, failure.moment)
+
+    return min(failures, key=order)
+
+
+def tell(cause: Failure, world_size: int, coordinate: Mapping[str, int], log: Path | None) -> str:
+    """One screen about a failure: the account first, then who and where, last on the console."""
+    place = " ".join(f"{axis}={index}" for axis, index in coordinate.items())
+    who = f"rank {cause.rank} of {world_size} on {socket.gethostname()}{f' ({place})' if place else ''}"
+    where = f"\n  its log: {log}" if log is not None and log.exists() else ""
+    if cause.text:
+        return f"{cause.text}\n{who} failed{where}"
+    tail = f"{cause.tail}\n" if cause.tail else ""
+    return f"{tail}{who} {_describe_exit(cause.exitcode)}, without an exception{where}"
+
+
+def _describe_exit(exitcode: int) -> str:
+    if exitcode >= 0:
+        return f"left with exit code {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    return f"was killed by {name}"
+
+
+def read_tail(*paths: Path) -> str:
+    """The last lines of a rank's own streams."""
+    lines = [line for path in paths if path.exists() for line in path.read_text(errors="replace").splitlines()]
+    return "\n".join(lines[-_TAIL_LINES:])

@@ -1,0 +1,301 @@
+"""Starting and watching the processes of one job on this node, with torch's elastic agent.
+
+``run_script`` starts this very command again, once for each rank: that is how a plain ``python train.py parallelism=hsdp``
+becomes several processes. ``run_function`` starts a function in fresh processes forked from a server that has imported torch
+once: that is how the jobs of a sweep start. Both return when all ranks have ended and raise :class:`WorkersFailed` when one
+failed.
+"""
+
+import contextlib
+import logging
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import ConfigurationError, LaunchError
+from .failures import Failure, find_cause, read_failures, read_tail
+from .launcher_config import TorchrunConfig
+from .worker import PARENT
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+__all__ = [
+    "Interrupted",
+    "WorkersFailed",
+    "check",
+    "describe_command",
+    "run_function",
+    "run_script",
+    "supervising",
+    "warm_server",
+]
+
+
+class WorkersFailed(LaunchError):
+    """At least one rank failed.
+
+    Attributes:
+        cause: The failure that the others follow from.
+    """
+
+    def __init__(self, message: str, cause: Failure) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.cause)
+
+
+class Interrupted(BaseException):
+    """A signal ended the processes and must end this one too. Not an ``Exception``: Hydra would swallow it.
+
+    Attributes:
+        number: The signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.number = number
+
+
+def check(options: TorchrunConfig, processes: int) -> None:
+    """Refuse options that cannot work, all at once.
+
+    Raises:
+        ConfigurationError: Names every offending key.
+    """
+    key, problems = "hydra.launcher", []
+    given = options.nproc_per_node
+    if given != "auto" and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+        problems.append(f"{key}.nproc_per_node={given}: must be auto or a whole number of at least 1")
+    least = {"nnodes": 1, "max_parallel_jobs": 1, "max_restarts": 0, "node_rank": 0, "shutdown_timeout": 0}
+    below = {name: bound for name, bound in least.items() if getattr(options, name) < bound}
+    problems += [f"{key}.{name}={getattr(options, name)}: must be at least {bound}" for name, bound in below.items()]
+    if options.monitor_interval <= 0:
+        problems.append(f"{key}.monitor_interval={options.monitor_interval}: must be more than 0")
+    if options.nnodes > 1 and not options.rdzv_endpoint:
+        problems.append(f"{key}.nnodes={options.nnodes} needs {key}.rdzv_endpoint=HOST:PORT, where the nodes meet")
+    if options.nnodes > 1 and not options.rdzv_id:
+        problems.append(f"{key}.nnodes={options.nnodes} needs {key}.rdzv_id=NAME, equal on all nodes")
+    if options.nnodes >= 1 and processes % options.nnodes:
+        problems.append(f"{processes} processes do not divide over {key}.nnodes={options.nnodes}")
+    if problems:
+        raise ConfigurationError("\n  ".join(["the launcher's options are not valid:", *problems]))
+
+
+def describe_command(options: TorchrunConfig, processes: int, command: Sequence[str]) -> str:
+    """The torchrun command that does the same as ``run_script``, to paste into a job script."""
+    front = ["torchrun", "--nproc-per-node", str(processes // options.nnodes)]
+    if options.nnodes == 1:
+        front.insert(1, "--standalone")
+    else:
+        front += ["--nnodes", str(options.nnodes), "--rdzv-backend", options.rdzv_backend]
+        front += ["--rdzv-endpoint", options.rdzv_endpoint, "--rdzv-id", str(options.rdzv_id)]
+    if options.max_restarts:
+        front += ["--max-restarts", str(options.max_restarts)]
+    rest = list(command[1:])
+    if rest and rest[0].startswith("-") and rest[0] != "-m":
+        return shlex.join([*front, "--no-python", *command])  # interpreter flags
+    return shlex.join([*front, *rest])
+
+
+def run_script(options: TorchrunConfig, processes: int, command: Sequence[str]) -> None:
+    """Run a command once for each rank on this node and wait.
+
+    Args:
+        options: The launcher's config.
+        processes: Ranks on all nodes together.
+        command: Interpreter and arguments, as in ``sys.orig_argv``.
+
+    Raises:
+        WorkersFailed: A rank failed; the message is for the console.
+        Interrupted: A signal came and has been passed on.
+    """
+    with supervising(options, processes), _log_folder(options) as folder:
+        _elastic(options, processes, folder, command[0], list(command[1:]), start_method="spawn")
+
+
+def run_function(options: TorchrunConfig, processes: int, function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
+    """Call an importable function once for each rank, in fresh forks of the warm server; results by rank.
+
+    Call it inside :func:`supervising` and :func:`warm_server`, which may hold several calls in threads.
+
+    Raises:
+        WorkersFailed: A rank failed.
+        Interrupted: A signal came and has been passed on.
+    """
+    with _log_folder(options) as folder:
+        return _elastic(options, processes, folder, function, list(arguments), start_method="forkserver")
+
+
+@contextlib.contextmanager
+def warm_server() -> Iterator[None]:
+    """Have processes forked from a server that imports torch and this library once, before its first fork.
+
+    While it lasts the user's script is hidden from multiprocessing, which would import it in every process: the worker runs
+    the script itself, as ``__main__``.
+    """
+    import multiprocessing
+
+    multiprocessing.set_forkserver_preload(["hydra_parallelism._preload"])
+    real = sys.modules["__main__"]
+    sys.modules["__main__"] = type(sys)("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = real
+
+
+def end_children() -> None:
+    """End the processes of all calls of ``run_function`` that are under way; their agents then see them fail."""
+    import multiprocessing
+
+    for child in multiprocessing.active_children():
+        child.terminate()
+
+
+def _elastic(
+    options: TorchrunConfig,
+    processes: int,
+    folder: Path,
+    entrypoint: Callable[..., Any] | str,
+    arguments: list[Any],
+    *,
+    start_method: str,
+) -> dict[int, Any]:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    config = _launch_config(options, processes, folder, start_method)
+    try:
+        results: dict[int, Any] = elastic_launch(config, entrypoint)(*arguments)
+    except ChildFailedError as error:
+        cause = _add_tail(find_cause(read_failures(error.failures)), folder)
+        raise WorkersFailed(f"rank {cause.rank} failed", cause) from None
+    except SignalException as error:
+        raise Interrupted(int(error.sigval)) from None
+    except KeyboardInterrupt:
+        raise Interrupted(signal.SIGINT) from None
+    return results
+
+
+def _launch_config(options: TorchrunConfig, processes: int, folder: Path, start_method: str) -> "LaunchConfig":
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.launcher.api import LaunchConfig
+
+    per_node = processes // options.nnodes
+    alone = options.nnodes == 1
+    quiet = dict.fromkeys(range(1, per_node), Std.ALL) | {0: Std.NONE}
+    logs = DefaultLogsSpecs(
+        log_dir=str(folder),
+        redirects=quiet if options.redirects is None else Std.from_str(options.redirects),
+        tee=Std.NONE if options.tee is None else Std.from_str(options.tee),
+    )
+    conf = dict(options.rdzv_conf)
+    if options.rdzv_backend == "static":
+        conf.setdefault("rank", options.node_rank)
+    return LaunchConfig(
+        min_nodes=options.nnodes,
+        max_nodes=options.nnodes,
+        nproc_per_node=per_node,
+        run_id=options.rdzv_id or uuid.uuid4().hex,
+        # One node asks the kernel for a free port; the agent's store then serves the ranks as well.
+        rdzv_backend="c10d" if alone else options.rdzv_backend,
+        rdzv_endpoint="127.0.0.1:0" if alone else options.rdzv_endpoint,
+        rdzv_configs=conf,
+        local_addr=options.local_addr or ("127.0.0.1" if alone else None),
+        max_restarts=options.max_restarts,
+        monitor_interval=options.monitor_interval,
+        start_method=start_method,
+        logs_specs=logs,
+        shutdown_timeout=options.shutdown_timeout,
+    )
+
+
+@contextlib.contextmanager
+def _log_folder(options: TorchrunConfig) -> Iterator[Path]:
+    """The agent's own folder for redirected streams and error files."""
+    if options.log_dir is not None:
+        yield Path(options.log_dir)
+        return
+    folder = Path(tempfile.mkdtemp(prefix="hydra_parallelism_"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def supervising(options: TorchrunConfig, processes: int) -> Iterator[None]:
+    """What holds while processes are watched: a quiet agent, and what they inherit. Signal handlers are restored after."""
+    with _quiet_agent(), _environment(options, processes), _restored_signals():
+        yield
+
+
+@contextlib.contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """The agent's log says in many lines what we say in one screen. Each of its modules has a logger with its own level."""
+    import torch.distributed.launcher.api  # noqa: F401 - makes the loggers
+
+    prefixes = ("torch.distributed.elastic", "torch.multiprocessing")
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(prefixes)]
+    before = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+
+
+@contextlib.contextmanager
+def _environment(options: TorchrunConfig, processes: int) -> Iterator[None]:
+    """What all processes inherit, for the time of their start."""
+    threads = options.omp_num_threads
+    if threads is None and processes > 1 and "OMP_NUM_THREADS" not in os.environ:
+        threads = 1
+    wanted = {PARENT: str(os.getpid())} | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+    before = {name: os.environ.get(name) for name in (*wanted, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _restored_signals() -> Iterator[None]:
+    """The agent sets handlers and leaves them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    names = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in names}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _add_tail(cause: Failure, folder: Path) -> Failure:
+    if cause.text:
+        return cause
+    newest = sorted(folder.glob(f"*/attempt_*/{cause.rank}"), key=lambda path: path.stat().st_mtime)
+    return replace(cause, tail=read_tail(*(newest[-1] / name for name in ("stdout.log", "stderr.log")))) if newest else cause

@@ -1,0 +1,219 @@
+"""The jobs of a sweep: each on fresh processes, as many as its own degrees ask for, some at a time."""
+
+import logging
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from . import launch as launching
+from . import run_folder, run_mode, worker
+from .errors import ConfigurationError, LaunchError
+from .failures import tell
+from .slots import Slots
+from .topology import Topology, resolve
+
+__all__ = ["launch"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Job:
+    """One job: what was asked, what it came to."""
+
+    number: int
+    overrides: Sequence[str]
+    config: DictConfig | None = None
+    topology: Topology = field(default_factory=Topology)
+    processes: int = 1
+    folder: Path = field(default_factory=Path)
+    sent: worker.SentJob | None = None
+    error: Exception | None = None
+    value: Any = None
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"#{self.number} {' '.join(filter_overrides(list(self.overrides)))}".rstrip()
+
+
+def launch(
+    loader: ConfigLoader, config: DictConfig, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+) -> list[JobReturn]:
+    """Run jobs and return one result each, in order.
+
+    Raises:
+        ConfigurationError: The launcher's options are not valid.
+        SystemExit: A signal ended the sweep.
+    """
+    setup_globals()
+    configure_log(config.hydra.hydra_logging, config.hydra.verbose)
+    options = run_mode.options_of(config)
+    launching.check(options, options.nnodes)
+    if options.nnodes > 1:
+        raise ConfigurationError(
+            f"hydra.launcher.nnodes={options.nnodes}: a sweep runs on one node\n"
+            "  try: hydra/launcher=submitit_slurm for jobs on several nodes"
+        )
+    Path(str(config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
+    jobs = [_prepare(loader, config, list(each), initial_job_idx + i) for i, each in enumerate(job_overrides)]
+    _log.info("Launching %d jobs, %d at a time", len(jobs), options.max_parallel_jobs)
+    largest = max((job.processes for job in jobs), default=1)
+    try:
+        with launching.supervising(options, largest), launching.warm_server():
+            _run_all(jobs, options.max_parallel_jobs, Slots(options.cpu_slots, largest))
+    except launching.Interrupted as signal:
+        _log.error("the sweep was %s", signal)
+        raise SystemExit(128 + signal.number) from None
+    configure_log(config.hydra.hydra_logging, config.hydra.verbose)
+    _summarize(jobs)
+    return [_result(job) for job in jobs]
+
+
+def _prepare(loader: ConfigLoader, config: DictConfig, overrides: list[str], number: int) -> _Job:
+    """Compose a job, work out its processes, and pack it. Whatever goes wrong is that job's failure."""
+    job = _Job(number, overrides)
+    try:
+        job.config = _compose(loader, config, overrides, number)
+        job.folder = Path(job.config.hydra.sweep.dir) / job.config.hydra.sweep.subdir
+        key = str(OmegaConf.select(job.config, "hydra.callbacks.parallelism.node") or "parallelism")
+        node = OmegaConf.select(job.config, key)
+        if node is not None:
+            target = run_mode.planned(job.config, node, key)
+            job.topology = resolve(node, target.size, source=target.source(), key=key)
+            job.processes = target.size
+        elif isinstance(run_mode.options_of(job.config).nproc_per_node, int):
+            job.processes = run_mode.options_of(job.config).nproc_per_node
+        job.sent = _pack(job.config)
+    except Exception as error:  # noqa: BLE001 - the other jobs run
+        job.error = error
+    return job
+
+
+def _compose(loader: ConfigLoader, config: DictConfig, overrides: list[str], number: int) -> DictConfig:
+    composed = loader.load_sweep_config(config, overrides)
+    chosen = composed.hydra.runtime.choices.get("hydra/launcher")
+    started = config.hydra.runtime.choices.get("hydra/launcher")
+    if chosen != started:
+        raise ConfigurationError(
+            f"the job chooses hydra/launcher={chosen}, but the sweep runs on {started} already\n"
+            f"  try: hydra/launcher={chosen} on the command line"
+        )
+    with read_write(composed), open_dict(composed):
+        composed.hydra.job.id = number
+        composed.hydra.job.num = number
+        # From here on every process must see the same values: folders, and whatever ${now:...} and its like gave.
+        run_folder.resolve_cached(composed)
+        composed.hydra.sweep.dir = os.path.abspath(str(composed.hydra.sweep.dir))
+        composed.hydra.sweep.subdir = str(composed.hydra.sweep.subdir)
+    return composed
+
+
+def _pack(config: DictConfig) -> worker.SentJob:
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    script = spec.name.removesuffix(".__main__") if spec is not None else getattr(main, "__file__", None)
+    if script is None:
+        raise LaunchError("the jobs of a sweep run the script again, and this program is no script or module")
+    is_module = spec is not None
+    script = script if is_module else os.path.abspath(script)
+    return worker.SentJob(script, is_module, tuple(sys.argv), dict(os.environ), pickle.dumps(config))
+
+
+def _run_all(jobs: list[_Job], at_a_time: int, slots: Slots) -> None:
+    ready = [job for job in jobs if job.error is None]
+    if at_a_time == 1:
+        for job in ready:
+            _run(job, None)
+        return
+    stop = threading.Event()
+    with ThreadPoolExecutor(at_a_time) as pool:
+        futures = [pool.submit(_run_in_slots, job, slots, stop) for job in ready]
+        try:
+            _wait(futures)
+        except BaseException:
+            stop.set()
+            launching.end_children()
+            raise
+
+
+def _run_in_slots(job: _Job, slots: Slots, stop: threading.Event) -> None:
+    with slots.take(job.processes, stop) as devices:
+        if stop.is_set():
+            job.error = LaunchError("not started: the sweep was interrupted")
+            return
+        _run(job, devices)
+
+
+def _wait(futures: list["Future[None]"]) -> None:
+    """Wait in the main thread in short steps, so that a signal gets through."""
+    for future in futures:
+        while not future.done():
+            time.sleep(0.02)
+        future.result()
+
+
+def _run(job: _Job, devices: str | None) -> None:
+    assert job.config is not None
+    assert job.sent is not None
+    _log.info("\t%s: %d process(es)", job.name, job.processes)
+    if devices is not None:
+        job.sent.environ["CUDA_VISIBLE_DEVICES"] = devices
+    began = time.monotonic()
+    try:
+        results = launching.run_function(run_mode.options_of(job.config), job.processes, worker.run_sent_job, job.sent)
+        job.value = pickle.loads(results[0])
+    except launching.WorkersFailed as error:
+        cause = error.cause
+        where = run_mode.place(job.topology, cause.rank) if cause.rank < job.topology.world_size else {}
+        job.error = LaunchError(tell(cause, job.processes, where, job.folder / f"ranks/{cause.rank}.log"))
+    except Exception as error:  # noqa: BLE001 - the other jobs run
+        job.error = error
+    job.seconds = time.monotonic() - began
+    if job.error is not None:
+        _log.error("\t%s failed after %.1f s: %s", job.name, job.seconds, _headline(job.error))
+
+
+def _summarize(jobs: list[_Job]) -> None:
+    failed = [job for job in jobs if job.error is not None]
+    if not failed:
+        return
+    lines = [f"{len(jobs) - len(failed)} of {len(jobs)} jobs succeeded, {len(failed)} failed:"]
+    for job in failed:
+        assert job.error is not None
+        lines.append(f"\t{job.name}: {_headline(job.error)}")
+        if job.folder != Path():
+            lines.append(f"\t\tin {job.folder}")
+    _log.error("\n".join(lines))
+
+
+def _headline(error: Exception) -> str:
+    """The line that says what happened: of a traceback the last one, of a message of ours the first."""
+    text = str(error).strip().splitlines()
+    if text and text[0].startswith("Traceback"):
+        accounts = [line for line in text if not line.startswith((" ", "Traceback", "rank "))]
+        return accounts[-1] if accounts else text[-1]
+    return text[0] if text else "no message"
+
+
+def _result(job: _Job) -> JobReturn:
+    result = JobReturn(overrides=list(job.overrides))
+    if job.config is not None:
+        result.hydra_cfg = OmegaConf.masked_copy(job.config, "hydra")
+        result.cfg = OmegaConf.masked_copy(job.config, [str(key) for key in job.config if key != "hydra"])
+        result.task_name = job.config.hydra.job.name
+        result.working_dir = str(job.folder) if job.config.hydra.job.chdir else os.getcwd()
+    result.return_value = job.value if job.error is None else job.error
+    result.status = JobStatus.COMPLETED if job.error is None else JobStatus.FAILED
+    return result

@@ -1,0 +1,143 @@
+"""What a plain run (no ``-m``) does before Hydra starts its job: start the processes, or meet those that were started."""
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from . import launch
+from . import world as world_module
+from ._equation import read_degrees
+from .errors import ConfigurationError, LaunchError
+from .failures import tell
+from .launcher_config import TorchrunConfig
+from .topology import Topology, resolve
+from .world import Launcher, World
+
+__all__ = ["enter", "is_ours", "options_of", "planned", "refuse_sweep"]
+
+RUN_DIR = "HYDRA_PARALLELISM_RUN_DIR"
+"""The output folder that the parent has chosen for the processes it starts."""
+
+
+def enter(config: DictConfig, node: Any, key: str) -> None:
+    """Start the processes that the config asks for and leave with their status, or agree with them on the output folder.
+
+    Raises:
+        SystemExit: The processes were started here and have ended.
+        ConfigurationError, LaunchError: They cannot be started.
+    """
+    world = world_module.read()
+    if _may_start(world):
+        if is_ours(config):
+            target = planned(config, node, key)
+            if target.size > 1:
+                raise SystemExit(_start(config, node, key, target))
+        return
+    assert world is not None
+    if world.size > 1:
+        from . import rendezvous, run_folder
+
+        timeout = timedelta(seconds=float(node.runtime.start_timeout_s))
+        store = rendezvous.connect(world, "run", timeout=timeout)
+        run_folder.agree(config, world, store, timeout)
+
+
+def _may_start(world: World | None) -> bool:
+    """Nobody launched this process, or Slurm launched it alone: ``srun -n 1 --gpus 8`` leaves the rest to the task."""
+    return world is None or (world.launcher is Launcher.slurm and world.size == 1)
+
+
+def is_ours(config: DictConfig) -> bool:
+    """Whether ``hydra/launcher=torchrun`` is chosen; an explicit other launcher turns self-launch off."""
+    return str(OmegaConf.select(config, "hydra.launcher._target_")).startswith("hydra_plugins.hydra_parallelism.")
+
+
+def options_of(config: DictConfig) -> TorchrunConfig:
+    """The launcher's options.
+
+    Raises:
+        ConfigurationError: An option has another type than it must.
+    """
+    options: TorchrunConfig = OmegaConf.to_object(  # type: ignore[assignment]
+        OmegaConf.merge(OmegaConf.structured(TorchrunConfig), config.hydra.launcher)
+    )
+    return options
+
+
+def planned(config: DictConfig, node: Any, key: str) -> World:
+    """The processes that a config asks for, from its own degrees and its launcher's options.
+
+    Raises:
+        ConfigurationError: An option is not valid.
+    """
+    options = options_of(config)
+    launch.check(options, options.nnodes)
+    per_node = None if options.nproc_per_node == "auto" else options.nproc_per_node
+    found = world_module.plan(read_degrees(node, key), nproc_per_node=per_node, nnodes=options.nnodes)
+    launch.check(options, found.size)
+    return found
+
+
+def _start(config: DictConfig, node: Any, key: str, target: World) -> int:
+    topology = resolve(node, target.size, source=target.source(), key=key)
+    command = _command()
+    options = options_of(config)
+    folder = Path(os.path.abspath(str(config.hydra.run.dir)))
+    os.environ[RUN_DIR] = str(folder)
+    _say(f"starting {target.size} processes ({target.source()}), as would: "
+         f"{launch.describe_command(options, target.size, sys.orig_argv)}")  # fmt: skip
+    try:
+        launch.run_script(options, target.size, command)
+    except launch.WorkersFailed as error:
+        _say(tell(error.cause, target.size, place(topology, error.cause.rank), folder / f"ranks/{error.cause.rank}.log"))
+        return 1
+    except launch.Interrupted as signal:
+        _say(f"{target.size} processes {signal}")
+        return 128 + signal.number
+    return 0
+
+
+def place(topology: Topology, rank: int) -> dict[str, int]:
+    """Coordinate of a rank over the axes that have more than one."""
+    return {axis: index for axis, index in topology.coordinate(rank).items() if topology.size(axis) > 1}
+
+
+def _command() -> list[str]:
+    """The command of this process: interpreter flags, ``-m``, console scripts and all.
+
+    Raises:
+        LaunchError: The program came through standard input, or is typed at a prompt.
+    """
+    rest = sys.orig_argv[1:]
+    main = sys.modules["__main__"]
+    if not rest or rest[-1] == "-" or not (getattr(main, "__file__", None) or "-c" in rest):
+        raise LaunchError(
+            "this program cannot be started again for each rank: it is no script or module\n"
+            "  try: save it as a file, or hydra_parallelism.parallel_context(config) under torchrun"
+        )
+    return [sys.executable, *rest]
+
+
+def refuse_sweep(config: DictConfig) -> None:
+    """Refuse ``torchrun ... train.py -m``: every rank would run the sweep on its own.
+
+    Raises:
+        ConfigurationError: On every rank.
+    """
+    world = world_module.read()
+    if world is None or world.size == 1:
+        return
+    raise ConfigurationError(
+        f"a sweep starts the processes of its jobs itself, but {world.source()} started {world.size} sweeps\n"
+        f"  try: python {' '.join(sys.argv)} hydra/launcher=torchrun hydra.launcher.nproc_per_node={world.local_size}"
+    )
+
+
+def _say(text: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,159 @@
+"""A process that this library started: tied to its parent, and, in a sweep, running one job of it."""
+
+import ctypes
+import os
+import pickle
+import runpy
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from .errors import LaunchError
+from .failures import write_error_file
+
+__all__ = ["PARENT", "SentJob", "adopt", "run_sent_job", "started_here", "tie_to_parent"]
+
+_PR_SET_PDEATHSIG = 1
+_OF_RANK = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_", "OMP_NUM_THREADS")
+
+
+PARENT = "HYDRA_PARALLELISM_PARENT"
+"""Set for processes that this library starts: the process that watches them."""
+_started_here = False
+
+
+def started_here() -> bool:
+    """Whether this library started this process, so that somebody shows what it leaves in its error file."""
+    return _started_here
+
+
+def adopt() -> None:
+    """Take note of the parent, once, if it is the process that the variable names. Its own children must not see it."""
+    global _started_here
+    if os.environ.pop(PARENT, None) == str(os.getppid()):
+        _started_here = True
+        tie_to_parent(os.getppid())
+        sys.excepthook = _say_no_more_than_the_parent
+
+
+def _say_no_more_than_the_parent(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, KeyboardInterrupt):  # the parent says once that it was interrupted
+        sys.__excepthook__(kind, error, trace)
+
+
+def tie_to_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, also by SIGKILL. Linux only; elsewhere the agent's signals do."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+
+
+@dataclass(frozen=True)
+class SentJob:
+    """One job of a sweep, on its way to its processes."""
+
+    script: str
+    """Path of the user's script, or the name of the module that ``python -m`` ran."""
+    is_module: bool
+    argv: tuple[str, ...]
+    environ: dict[str, str]
+    config: bytes
+    """The composed config, pickled: it may name classes of the user's script, so it is read while that runs."""
+
+
+class _JobDone(BaseException):
+    """Unwinds the user's script once its job is over. Not an ``Exception``, so that the script does not catch it."""
+
+
+def run_sent_job(job: SentJob) -> bytes | None:
+    """Run the user's script as ``__main__`` up to its ``@hydra.main``, which runs the job that was sent. On every rank.
+
+    Nothing of the task is pickled: the script is executed again, as torchrun would, so ``python train.py``, ``python -m``,
+    console scripts and tasks defined in ``__main__`` all work.
+
+    Returns:
+        Rank 0's return value, pickled.
+    """
+    global _started_here
+    _started_here = True
+    os.environ.pop(PARENT, None)
+    os.setsid()  # the terminal's Ctrl-C goes to the parent alone, which passes it on once
+    tie_to_parent(os.getppid())
+    os.environ.update({name: value for name, value in job.environ.items() if not name.startswith((*_OF_RANK, PARENT))})
+    sys.argv = list(job.argv)
+    outcome: list[Any] = []
+    restore = _intercept_hydra(job, outcome)
+    try:
+        _run_script(job)
+        raise LaunchError(f"{job.script} ended without calling its @hydra.main function")
+    except _JobDone:
+        pass
+    except BaseException as error:
+        write_error_file(error)
+        raise SystemExit(1) from error
+    finally:
+        restore()
+        sys.stdout.flush()
+    if os.environ["RANK"] != "0":
+        return None
+    try:
+        return pickle.dumps(outcome[0])
+    except Exception as error:
+        write_error_file(LaunchError(f"the task returned a {type(outcome[0]).__name__}, which cannot be sent: {error}"))
+        raise SystemExit(1) from error
+
+
+def _run_script(job: SentJob) -> None:
+    if job.is_module:
+        runpy.run_module(job.script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(job.script, run_name="__main__")
+
+
+def _intercept_hydra(job: SentJob, outcome: list[Any]) -> Callable[[], None]:
+    """Let ``@hydra.main`` run the job that was sent instead of composing one from ``sys.argv``."""
+    main = sys.modules["hydra.main"]
+    original = main._run_hydra
+
+    def run(*args: Any, task_function: Callable[..., Any], **kwargs: Any) -> None:
+        outcome.append(_run_job(job, task_function))
+        raise _JobDone
+
+    main._run_hydra = run  # type: ignore[attr-defined]
+
+    def restore() -> None:
+        main._run_hydra = original  # type: ignore[attr-defined]
+
+    return restore
+
+
+def _run_job(job: SentJob, task_function: Callable[..., Any]) -> Any:
+    from hydra._internal.callbacks import Callbacks
+    from hydra.core.singleton import Singleton
+    from hydra.core.utils import JobRuntime, JobStatus, run_job, setup_globals
+    from hydra.types import HydraContext
+    from omegaconf import open_dict, read_write
+
+    Singleton._instances.pop(JobRuntime, None)
+    setup_globals()
+    config = pickle.loads(job.config)
+    JobRuntime.instance().set("name", config.hydra.job.name)
+    if os.environ["RANK"] != "0":
+        with read_write(config), open_dict(config):
+            config.hydra.output_subdir = None
+    context = HydraContext(config_loader=None, callbacks=Callbacks(config))  # type: ignore[arg-type]
+    result = run_job(
+        hydra_context=context,
+        task_function=task_function,
+        config=config,
+        job_dir_key="hydra.sweep.dir",
+        job_subdir_key="hydra.sweep.subdir",
+    )
+    if result.status is not JobStatus.COMPLETED:
+        raise result._return_value
+    return result._return_value
