@@ -13,7 +13,7 @@ from .errors import ConfigurationError
 from .topology import AXES, BASE_AXES, Topology, resolve
 from .world import World
 
-__all__ = ["answer", "per_dp_rank"]
+__all__ = ["answer", "nodes", "on_each_node", "per_dp_rank"]
 
 _OF_PROCESS: dict[str, Callable[[World], int | bool]] = {
     "nnodes": lambda world: world.nnodes,
@@ -69,6 +69,40 @@ def per_dp_rank(value: Any, node: str, root: DictConfig) -> int:
 
 
 _resolving: ContextVar[bool] = ContextVar("resolving", default=False)
+
+
+def nodes(per_node: Any, node: str, root: DictConfig) -> int:
+    """How many nodes a job needs at ``per_node`` processes on each.
+
+    Raises:
+        ConfigurationError: The processes do not fill the nodes evenly.
+    """
+    world_size, limit = _count(per_node, node, root)
+    return max(1, world_size // limit)
+
+
+def on_each_node(per_node: Any, node: str, root: DictConfig) -> int:
+    """How many processes of a job run on each node, at most ``per_node``.
+
+    Raises:
+        ConfigurationError: The processes do not fill the nodes evenly.
+    """
+    world_size, limit = _count(per_node, node, root)
+    return min(world_size, limit)
+
+
+def _count(per_node: Any, node: str, root: DictConfig) -> tuple[int, int]:
+    if isinstance(per_node, bool) or not isinstance(per_node, int) or per_node < 1:
+        raise ConfigurationError(f"processes on each node: {per_node} must be a whole number of at least 1")
+    topology, world = _resolve(root, node)
+    size = topology.world_size
+    if size > per_node and size % per_node:
+        below, above = size // per_node * per_node, math.ceil(size / per_node) * per_node
+        raise ConfigurationError(
+            f"{world.source()} do not fill nodes of {per_node} processes: {size} % {per_node} = {size % per_node}\n"
+            f"  try: {node}.world_size={below} or {node}.world_size={above}"
+        )
+    return size, per_node
 
 
 def _resolve(root: DictConfig, node: str) -> tuple[Topology, World]:

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from .config import ContextParallelConfig, ParallelismConfig
+from .config import ContextParallelConfig, FSDPConfig, ParallelismConfig, PipelineConfig, RuntimeConfig
 from .errors import ConfigurationError
 
 FACTORS = {
@@ -67,6 +67,7 @@ def read_degrees(config: Any, key: str, *, inference: bool | None = None) -> Deg
         problems += _unknown_keys(inner, ContextParallelConfig, f"{key}.context_parallel")
     else:
         problems.append(f"{key}.context_parallel={_show(inner)}: must be a mapping")
+    problems += _unknown_nested_keys(config, key)
     factors: dict[str, int] = {}
     for name, path in FACTORS.items():
         factors[name] = (plain if path == name else nested).get(name, 1)
@@ -173,6 +174,15 @@ def _unknown_keys(node: Any, schema: type, key: str) -> list[str]:
     problems = [f"{key}.{name}: no such key" for name in node if name not in known]
     if problems and "parallelism" in node:
         problems.append("this looks like a whole config: pass its parallelism node")
+    return problems
+
+
+def _unknown_nested_keys(node: Any, key: str) -> list[str]:
+    problems: list[str] = []
+    for name, schema in (("fsdp", FSDPConfig), ("pipeline", PipelineConfig), ("runtime", RuntimeConfig)):
+        inner = getattr(node, name) if isinstance(node, ParallelismConfig) else node.get(name)
+        if isinstance(inner, Mapping | DictConfig):
+            problems += _unknown_keys(inner, schema, f"{key}.{name}")
     return problems
 
 

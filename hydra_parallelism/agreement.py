@@ -50,26 +50,70 @@ def settle(
             raise error
         return
     store.set_timeout(timeout)
-    if world.rank == 0:
-        store.set("fingerprint", json.dumps(None if error else dict(fingerprint), default=str))
-    refusal = _compare(store, world, fingerprint, error, timeout)
-    if refusal and store.add("objections", 1) == 1:
-        if announce:
-            announce(refusal["text"])
-        store.set("verdict", json.dumps(refusal))
-    if store.add("arrived", 1) == world.size and not store.add("objections", 0):
-        store.set("verdict", json.dumps(None))
-    verdict = _await(store, "verdict", world, timeout)
+    try:
+        verdict = _vote(store, world, fingerprint, error, timeout, announce)
+    except dist.DistError as lost:
+        verdict = _give_up(store, world, timeout, lost, announce)
     if verdict is not None:
         _stay_for_the_others(store, world)
         raise _revive(verdict, announced=announce is not None) from error
 
 
-def _compare(
-    store: dist.Store, world: World, mine: Mapping[str, Any], error: Exception | None, timeout: timedelta
+def _vote(
+    store: dist.Store,
+    world: World,
+    fingerprint: Mapping[str, Any],
+    error: Exception | None,
+    timeout: timedelta,
+    announce: Callable[[str], None] | None,
 ) -> dict[str, str] | None:
+    """The verdict of all ranks; ``None`` is a start."""
+    if world.rank == 0:
+        store.set("fingerprint", json.dumps(None if error else dict(fingerprint), default=str))
+    refusal = _compare(store, world, fingerprint, error)
+    if refusal:
+        _object(store, refusal, announce)
+    if store.add("arrived", 1) == world.size and not store.add("objections", 0):
+        store.set("verdict", json.dumps(None))
+    verdict: dict[str, str] | None = json.loads(store.get("verdict"))
+    return verdict
+
+
+def _object(store: dist.Store, refusal: dict[str, str], announce: Callable[[str], None] | None) -> None:
+    if store.add("objections", 1) == 1:
+        if announce:
+            announce(refusal["text"])
+        store.set("verdict", json.dumps(refusal))
+
+
+def _give_up(
+    store: dist.Store,
+    world: World,
+    timeout: timedelta,
+    lost: dist.DistError,
+    announce: Callable[[str], None] | None,
+) -> dict[str, str]:
+    """Somebody never came. Say so, to the others too, as long as the store is there."""
+    text = (
+        f"rank {world.rank} waited {timeout.total_seconds():g} s for the other ranks: "
+        f"{_arrived(store)} of {world.size} ({world.source()}) arrived\n"
+        "  try: look into the logs of the missing ranks, or a longer runtime.start_timeout_s"
+    )
+    refusal = {"kind": "LaunchError", "text": text}
+    try:
+        _object(store, refusal, announce)
+        if store.check(["verdict"]):
+            refusal = json.loads(store.get("verdict")) or refusal
+    except dist.DistError:
+        refusal["text"] += f"\n  the store is gone: {lost}"
+        if announce:
+            announce(refusal["text"])
+    return refusal
+
+
+def _compare(store: dist.Store, world: World, mine: Mapping[str, Any], error: Exception | None) -> dict[str, str] | None:
     """What this rank has to object: its own error, and in what its config differs from rank 0's if that one is content."""
-    theirs = _await(store, "fingerprint", world, timeout) if world.rank else None
+    theirs = json.loads(store.get("fingerprint")) if world.rank else None
     own = json.loads(json.dumps(dict(mine), default=str))
     compared = own if error else {**(theirs or {}), **own}  # a rank with an error has no more than its config to show
     differing = [key for key in compared if theirs is not None and theirs.get(key) != own.get(key)]
@@ -92,17 +136,6 @@ def _describe(error: Exception, world: World) -> dict[str, str]:
     return {"kind": type(error).__name__ if known else "LaunchError", "text": text}
 
 
-def _await(store: dist.Store, key: str, world: World, timeout: timedelta) -> Any:
-    try:
-        return json.loads(store.get(key))
-    except dist.DistStoreError as error:
-        raise LaunchError(
-            f"rank {world.rank} waited {timeout.total_seconds():g} s for the other ranks: "
-            f"{_arrived(store)} of {world.size} ({world.source()}) arrived\n"
-            "  try: look into the logs of the missing ranks, or parallelism.runtime.start_timeout_s=900"
-        ) from error
-
-
 def _arrived(store: dist.Store) -> str:
     try:
         return str(store.add("arrived", 0))
@@ -112,13 +145,13 @@ def _arrived(store: dist.Store) -> str:
 
 def _stay_for_the_others(store: dist.Store, world: World) -> None:
     """Whoever serves the store leaves last, or the others would lose the verdict with it."""
-    if store.add("left", 1) == world.size:
-        store.set("all left", "")
-    if serves_store(world):
-        try:
+    try:
+        if store.add("left", 1) == world.size:
+            store.set("all left", "")
+        if serves_store(world):
             store.wait(["all left"], _GRACE)
-        except dist.DistStoreError:
-            return
+    except dist.DistError:
+        return
 
 
 def _revive(verdict: Mapping[str, str], *, announced: bool) -> ParallelismError:

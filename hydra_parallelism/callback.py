@@ -45,6 +45,7 @@ class ParallelismCallback(Callback):
     def __init__(self, node: str = "parallelism") -> None:
         self.node = node
         self._log: RankLog | None = None
+        self._profiler: Any = None
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Before a plain run makes its folder: start the processes it asks for, or agree with them on the folder."""
@@ -72,7 +73,7 @@ class ParallelismCallback(Callback):
             caller = _caller_of_on_job_start()
             if config.hydra.mode == RunMode.MULTIRUN and caller is not None:
                 self._close_log()
-                _raise_from_next_call(caller, error)
+                self._profiler = _raise_from_next_call(caller, error)
             else:
                 self._leave(error)
 
@@ -83,6 +84,8 @@ class ParallelismCallback(Callback):
         if job_return.status is JobStatus.FAILED and isinstance(job_return._return_value, Exception):
             self._report(job_return._return_value)
         runtime.shutdown()
+        _resume(self._profiler)
+        self._profiler = None
         if config.hydra.mode == RunMode.MULTIRUN:
             self._close_log()
 
@@ -137,12 +140,17 @@ class ParallelismCallback(Callback):
 
     def _leave(self, error: Exception) -> None:
         """Tell an error, unless another rank has, and leave with status 1."""
-        if worker.started_here():
+        try:
             if not getattr(error, "announced", False):
-                write_error_file(error)
-        elif not getattr(error, "announced", False) and self._is_first("refusal"):
+                self._tell(error)
+        finally:
+            raise SystemExit(1)  # whatever else goes wrong: Hydra would run the task
+
+    def _tell(self, error: Exception) -> None:
+        if worker.started_here():
+            write_error_file(error)
+        elif self._is_first("refusal"):
             self._announce(format_error(error))
-        raise SystemExit(1)
 
     def _report(self, error: Exception) -> None:
         """Leave an account of a failed task where it is shown once; what Hydra prints next goes to the log."""
@@ -197,12 +205,16 @@ def _caller_of_on_job_start() -> FrameType | None:
     return None
 
 
-def _raise_from_next_call(caller: FrameType, error: Exception) -> None:
+def _raise_from_next_call(caller: FrameType, error: Exception) -> Any:
     """Make the next Python function that ``caller`` calls raise ``error`` before its first line.
 
     A profile function may raise, and Python then propagates that from the call. It is the one way to fail a task whose
     function Hydra holds in a local variable; it works for every callable and for every launcher.
+
+    Returns:
+        The profiler that was active, which raising switches off.
     """
+    before = sys.getprofile()
 
     def guard(frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and frame.f_back is caller:
@@ -210,3 +222,11 @@ def _raise_from_next_call(caller: FrameType, error: Exception) -> None:
             raise error
 
     sys.setprofile(guard)
+    return before
+
+
+def _resume(profiler: Any) -> None:
+    if hasattr(profiler, "enable"):
+        profiler.enable()
+    elif profiler is not None:
+        sys.setprofile(profiler)

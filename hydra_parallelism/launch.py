@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -109,23 +110,27 @@ def describe_command(options: TorchrunConfig, processes: int, command: Sequence[
     return shlex.join([*front, *rest])
 
 
-def run_script(options: TorchrunConfig, processes: int, command: Sequence[str]) -> None:
+def run_script(options: TorchrunConfig, processes: int, command: Sequence[str], console: set[int]) -> None:
     """Run a command once for each rank on this node and wait.
 
     Args:
         options: The launcher's config.
         processes: Ranks on all nodes together.
         command: Interpreter and arguments, as in ``sys.orig_argv``.
+        console: Local ranks whose streams go to the console; those of the others go to files.
 
     Raises:
         WorkersFailed: A rank failed; the message is for the console.
         Interrupted: A signal came and has been passed on.
     """
     with supervising(options, processes), _log_folder(options) as folder:
-        _elastic(options, processes, folder, command[0], list(command[1:]), start_method="spawn")
+        config = _launch_config(options, processes, folder, console, "spawn")
+        _watch(config, folder, command[0], list(command[1:]))
 
 
-def run_function(options: TorchrunConfig, processes: int, function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
+def run_function(
+    options: TorchrunConfig, processes: int, console: set[int], function: Callable[..., Any], *arguments: Any
+) -> dict[int, Any]:
     """Call an importable function once for each rank, in fresh forks of the warm server; results by rank.
 
     Call it inside :func:`supervising` and :func:`warm_server`, which may hold several calls in threads.
@@ -135,7 +140,8 @@ def run_function(options: TorchrunConfig, processes: int, function: Callable[...
         Interrupted: A signal came and has been passed on.
     """
     with _log_folder(options) as folder:
-        return _elastic(options, processes, folder, function, list(arguments), start_method="forkserver")
+        config = _launch_config(options, processes, folder, console, "forkserver")
+        return _watch(config, folder, function, list(arguments))
 
 
 @contextlib.contextmanager
@@ -164,20 +170,11 @@ def end_children() -> None:
         child.terminate()
 
 
-def _elastic(
-    options: TorchrunConfig,
-    processes: int,
-    folder: Path,
-    entrypoint: Callable[..., Any] | str,
-    arguments: list[Any],
-    *,
-    start_method: str,
-) -> dict[int, Any]:
+def _watch(config: "LaunchConfig", folder: Path, entrypoint: Callable[..., Any] | str, arguments: list[Any]) -> dict[int, Any]:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    config = _launch_config(options, processes, folder, start_method)
     try:
         results: dict[int, Any] = elastic_launch(config, entrypoint)(*arguments)
     except ChildFailedError as error:
@@ -190,13 +187,15 @@ def _elastic(
     return results
 
 
-def _launch_config(options: TorchrunConfig, processes: int, folder: Path, start_method: str) -> "LaunchConfig":
+def _launch_config(
+    options: TorchrunConfig, processes: int, folder: Path, console: set[int], start_method: str
+) -> "LaunchConfig":
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
 
     per_node = processes // options.nnodes
     alone = options.nnodes == 1
-    quiet = dict.fromkeys(range(1, per_node), Std.ALL) | {0: Std.NONE}
+    quiet = {rank: Std.NONE if rank in console else Std.ALL for rank in range(per_node)}
     logs = DefaultLogsSpecs(
         log_dir=str(folder),
         redirects=quiet if options.redirects is None else Std.from_str(options.redirects),
@@ -248,6 +247,15 @@ def _quiet_agent() -> Iterator[None]:
     """The agent's log says in many lines what we say in one screen. Each of its modules has a logger with its own level."""
     import torch.distributed.launcher.api  # noqa: F401 - makes the loggers
 
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # the agent leaves its log files to the garbage collector
+        with _silenced():
+            yield
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """Torch's loggers of the agent, while it runs."""
     prefixes = ("torch.distributed.elastic", "torch.multiprocessing")
     names = [name for name in logging.root.manager.loggerDict if name.startswith(prefixes)]
     before = {name: logging.getLogger(name).level for name in names}

@@ -20,6 +20,7 @@ from . import launch as launching
 from . import run_folder, run_mode, worker
 from .errors import ConfigurationError, LaunchError
 from .failures import tell
+from .logs import console_ranks
 from .slots import Slots
 from .topology import Topology, resolve
 
@@ -37,6 +38,7 @@ class _Job:
     config: DictConfig | None = None
     topology: Topology = field(default_factory=Topology)
     processes: int = 1
+    console: set[int] = field(default_factory=lambda: {0})
     folder: Path = field(default_factory=Path)
     sent: worker.SentJob | None = None
     error: Exception | None = None
@@ -92,6 +94,7 @@ def _prepare(loader: ConfigLoader, config: DictConfig, overrides: list[str], num
         if node is not None:
             target = run_mode.planned(job.config, node, key)
             job.topology = resolve(node, target.size, source=target.source(), key=key)
+            job.console = console_ranks(node.runtime.log_ranks, target.size, key)
             job.processes = target.size
         elif isinstance(run_mode.options_of(job.config).nproc_per_node, int):
             job.processes = run_mode.options_of(job.config).nproc_per_node
@@ -172,7 +175,8 @@ def _run(job: _Job, devices: str | None) -> None:
         job.sent.environ["CUDA_VISIBLE_DEVICES"] = devices
     began = time.monotonic()
     try:
-        results = launching.run_function(run_mode.options_of(job.config), job.processes, worker.run_sent_job, job.sent)
+        options = run_mode.options_of(job.config)
+        results = launching.run_function(options, job.processes, job.console, worker.run_sent_job, job.sent)
         job.value = pickle.loads(results[0])
     except launching.WorkersFailed as error:
         cause = error.cause

@@ -1,7 +1,7 @@
 """``.hydra/parallelism.yaml``: what a run really used, next to the config that asked for it."""
 
+import logging
 import platform
-import socket
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,23 +13,26 @@ if TYPE_CHECKING:
 
 __all__ = ["write"]
 
+_log = logging.getLogger(__name__)
 _AT_ONCE = 1024
 _PACKAGES = ("hydra-parallelism", "torch", "hydra-core", "omegaconf")
 
 
 def write(context: "ParallelContext", folder: Path) -> None:
-    """Write the record on rank 0. Collective: the other ranks tell their host names.
+    """Write the record on rank 0; the other ranks have told their host names when the job started.
 
     The file holds no ``-1`` and no interpolation: degrees as resolved, the world with the origin of its size, the rank ->
     coordinate -> host table and the versions.
     """
-    context.store.set(f"host/{context.rank}", socket.gethostname())
     if context.rank != 0:
         return
-    folder.mkdir(parents=True, exist_ok=True)
     # Flow style for the innermost level: one line for each rank.
     text = yaml.safe_dump(_describe(context, _hosts(context)), sort_keys=False, default_flow_style=None, width=1000)
-    (folder / "parallelism.yaml").write_text(text)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "parallelism.yaml").write_text(text)
+    except OSError as error:  # no reason to stop one rank of a job that runs
+        _log.warning("%s/parallelism.yaml was not written: %s", folder, error)
 
 
 def _hosts(context: "ParallelContext") -> list[str]:

@@ -14,6 +14,7 @@ from ._equation import read_degrees
 from .errors import ConfigurationError, LaunchError
 from .failures import tell
 from .launcher_config import TorchrunConfig
+from .logs import console_ranks
 from .topology import Topology, resolve
 from .world import Launcher, World
 
@@ -91,7 +92,8 @@ def _start(config: DictConfig, node: Any, key: str, target: World) -> int:
     _say(f"starting {target.size} processes ({target.source()}), as would: "
          f"{launch.describe_command(options, target.size, sys.orig_argv)}")  # fmt: skip
     try:
-        launch.run_script(options, target.size, command)
+        console = console_ranks(node.runtime.log_ranks, target.size, key)
+        launch.run_script(options, target.size, command, console)
     except launch.WorkersFailed as error:
         _say(tell(error.cause, target.size, place(topology, error.cause.rank), folder / f"ranks/{error.cause.rank}.log"))
         return 1
@@ -113,8 +115,8 @@ def _command() -> list[str]:
         LaunchError: The program came through standard input, or is typed at a prompt.
     """
     rest = sys.orig_argv[1:]
-    main = sys.modules["__main__"]
-    if not rest or rest[-1] == "-" or not (getattr(main, "__file__", None) or "-c" in rest):
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if not rest or not ("-c" in rest or (script and os.path.exists(script))):
         raise LaunchError(
             "this program cannot be started again for each rank: it is no script or module\n"
             "  try: save it as a file, or hydra_parallelism.parallel_context(config) under torchrun"

@@ -7,25 +7,28 @@ callback calls them.
 
 import atexit
 import logging
+import os
+import socket
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from . import _compat, agreement, device, rendezvous
 from . import world as world_module
 from ._equation import read_degrees
 from .config import ParallelismConfig, RuntimeConfig
-from .errors import LaunchError, ParallelismError
+from .errors import ConfigurationError, LaunchError, ParallelismError
 from .mesh import AxisGroups, Meshes, build_groups
 from .topology import Topology, resolve
 from .world import World
@@ -34,6 +37,7 @@ __all__ = ["ParallelContext", "current", "init", "is_first", "parallel_context",
 
 _log = logging.getLogger(__name__)
 _TEARDOWN_S = 30.0
+_LONGEST_S = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ class _Session:
     context: ParallelContext
     groups: AxisGroups
     owns_default: bool
+    process: int
 
 
 _session: _Session | None = None
@@ -152,7 +157,7 @@ def shutdown() -> None:
     global _session, _failure
     session, _session, _failure = _session, None, None
     atexit.unregister(shutdown)
-    if session is None:
+    if session is None or session.process != os.getpid():  # a fork must leave its parent's groups alone
         return
     owned = [None] if session.owns_default else list(reversed(session.groups.made))
     worker = threading.Thread(target=_destroy, args=(owned,), daemon=True, name="hydra_parallelism teardown")
@@ -176,8 +181,9 @@ def parallel_context(config: Any, *, key: str = "parallelism") -> Iterator[Paral
         >>> with parallel_context(ParallelismConfig(dp_shard=-1)) as context:
         ...     print(context.topology)
     """
+    context = init(config, key=key)
     try:
-        yield init(config, key=key)
+        yield context
     finally:
         shutdown()
 
@@ -187,10 +193,10 @@ def is_first(event: str) -> bool:
 
     Alone, and without a store that answers, a rank is first: rather told twice than not at all.
     """
-    world = world_module.read()
-    if world is None or world.size == 1:
-        return True
     try:
+        world = world_module.read()
+        if world is None or world.size == 1:
+            return True
         store = _session.context.store if _session else rendezvous.connect(world, "first", timeout=timedelta(seconds=10))
         return store.add(f"first/{event}", 1) == 1
     except (RuntimeError, LaunchError):
@@ -199,18 +205,22 @@ def is_first(event: str) -> bool:
 
 def _start(config: Any, key: str, announce: Callable[[str], None] | None, job: int) -> _Session:
     world = _read_world(config, key)
-    options = _read_options(config)
-    store = _job_store(world, job, timedelta(seconds=options.start_timeout_s))
-    topology, bound, error = Topology(), torch.device("cpu"), None
+    options, topology, bound, error = RuntimeConfig(), Topology(), torch.device("cpu"), None
     fingerprint: dict[str, Any] = {}
     try:
+        options = _read_options(config, key)
         fingerprint = {f"{key}.{path}": value for path, value in _flatten(config)}
         topology = resolve(config, world.size, source=world.source(), key=key)
         bound = device.bind(device.choose_type(options.device_type, key), world)
-        fingerprint |= _fingerprint(topology, bound, options, store)
+        fingerprint |= _describe(topology, bound, options)
+        if world.rank == 0:
+            _warn(config, key, topology)
     except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         error = caught
     wait = timedelta(seconds=options.start_timeout_s)
+    store = _job_store(world, job, wait)
+    error = error or _claim_device(store, bound)
+    store.set(f"host/{world.rank}", socket.gethostname())
     agreement.settle(store, world, fingerprint, error, timeout=wait, announce=announce)
     return _build(config, key, world, topology, bound, options, store)
 
@@ -235,12 +245,33 @@ def _read_world(config: Any, key: str) -> World:
     return planned
 
 
-def _read_options(config: Any) -> RuntimeConfig:
-    if isinstance(config, ParallelismConfig):
-        return config.runtime
-    given = config.get("runtime") or {}
-    merged: RuntimeConfig = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RuntimeConfig), given))  # type: ignore[assignment]
-    return merged
+def _read_options(config: Any, key: str) -> RuntimeConfig:
+    """The runtime half of a config, judged.
+
+    Raises:
+        ConfigurationError: Names every unknown key and every value that cannot work.
+    """
+    given = config.runtime if isinstance(config, ParallelismConfig) else config.get("runtime") or {}
+    try:
+        plain = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else given
+        merged = OmegaConf.merge(OmegaConf.structured(RuntimeConfig), plain)
+        options: RuntimeConfig = OmegaConf.to_object(merged)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        where = f"{key}.runtime.{error.key}" if error.key else f"{key}.runtime"
+        raise ConfigurationError(f"{where}: {error.msg or error}") from error
+    problems = [
+        f"{key}.runtime.{name}={getattr(options, name)}: must be a number of seconds between 0 and {_LONGEST_S:g}"
+        for name in ("timeout_s", "start_timeout_s")
+        if not 0 < getattr(options, name) <= _LONGEST_S
+    ]
+    for part in (options.backend or "").split(",") if options.backend is not None else []:
+        name = part.split(":")[-1]
+        if name != "fake" and not (name in dist.Backend.backend_list and dist.is_backend_available(name)):
+            known = ", ".join(b for b in dist.Backend.backend_list if dist.is_backend_available(b))
+            problems.append(f"{key}.runtime.backend={options.backend}: torch has no backend {name!r} here, it has {known}")
+    if problems:
+        raise ConfigurationError("\n  ".join([f"{key} is not valid:", *problems]))
+    return options
 
 
 def _job_store(world: World, job: int, timeout: timedelta) -> dist.Store:
@@ -249,22 +280,26 @@ def _job_store(world: World, job: int, timeout: timedelta) -> dist.Store:
     return rendezvous.connect(world, job, timeout=timeout)
 
 
-def _fingerprint(topology: Topology, bound: torch.device, options: RuntimeConfig, store: dist.Store) -> dict[str, Any]:
-    """What the config came to here and must be equal on all ranks."""
+def _claim_device(store: dist.Store, bound: torch.device) -> LaunchError | None:
     name = device.identity(bound)
     if name and store.add(f"device/{name}", 1) > 1:
-        raise LaunchError(f"two ranks are bound to the same device, {name}")
-    seen: dict[str, Any] = topology.degrees() | {
-        "device": bound.type,
-        "backend": device.choose_backend(options.backend, bound.type),
-    }
+        return LaunchError(f"two ranks are bound to the same device, {name}")
+    return None
+
+
+def _describe(topology: Topology, bound: torch.device, options: RuntimeConfig) -> dict[str, Any]:
+    """What the config came to here and must be equal on all ranks."""
+    backend = device.choose_backend(options.backend, bound.type)
+    seen: dict[str, Any] = topology.degrees() | {"device": bound.type, "backend": backend}
     if dist.is_initialized():
         seen["process groups made before"] = _compat.registered_groups()
     return seen
 
 
 def _flatten(config: Any) -> Iterator[tuple[str, Any]]:
-    node = OmegaConf.structured(config) if isinstance(config, ParallelismConfig) else OmegaConf.create(config)
+    node = config
+    if not isinstance(config, DictConfig):
+        node = OmegaConf.structured(config) if is_dataclass(config) else OmegaConf.create(config)
     plain = OmegaConf.to_container(node, resolve=True, enum_to_str=True)
     pending: list[tuple[str, Any]] = list(plain.items())  # type: ignore[union-attr,arg-type]
     for path, value in pending:
@@ -300,7 +335,7 @@ def _build(
     context = ParallelContext(topology, world, bound, meshes, backend, store)
     if world.rank == 0:
         _tell(config, key, context, len(groups.made) + 1, time.perf_counter() - began)
-    return _Session(context, groups, owns_default)
+    return _Session(context, groups, owns_default, os.getpid())
 
 
 def _init_default(world: World, backend: str, bound: torch.device, timeout: timedelta, store: dist.Store) -> None:
@@ -335,6 +370,9 @@ def _tell(config: Any, key: str, context: ParallelContext, groups: int, seconds:
         seconds,
         "; no degree is set, so DDP over all of them" if degrees.untouched and world.size > 1 else "",
     )
+
+
+def _warn(config: Any, key: str, topology: Topology) -> None:
     for text, category in _warnings(config, key, topology):
         warnings.warn(text, category, stacklevel=2)
 
@@ -352,9 +390,11 @@ def _warnings(config: Any, key: str, topology: Topology) -> Iterator[tuple[str, 
 
 def _destroy(groups: list[Any]) -> None:
     for group in groups:
+        if not dist.is_initialized():  # the task has destroyed everything itself
+            return
         try:
             dist.destroy_process_group(group)
-        except (RuntimeError, ValueError) as error:  # a peer died, or the user destroyed everything first
+        except (RuntimeError, ValueError, AssertionError) as error:  # a peer died, or the task destroyed this one
             _log.debug("destroying a process group: %s", error)
 
 

@@ -258,7 +258,7 @@ def _check(world: World) -> World:
     ]
     if not problems:
         for inner, outer in (("rank", "size"), ("local_rank", "local_size"), ("node_rank", "nnodes")):
-            if getattr(world, inner) >= getattr(world, outer):
+            if getattr(world, inner) >= getattr(world, outer) and (inner != "node_rank" or inner in world.sources):
                 problems.append(f"{world.source(inner)} must be less than {world.source(outer)}")
         if world.local_size > world.size:
             problems.append(f"{world.source('local_size')} must not be more than {world.source('size')}")

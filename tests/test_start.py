@@ -35,15 +35,6 @@ def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
     assert ranks(outcome) == ["BODY rank 0 dp_rank 0 sum 0 [] lr 0.1"]
 
 
-def test_one_process_is_not_enough_for_two(tmp_path: Path) -> None:
-    outcome = run(python("say.py", "parallelism.tp_size=2"), tmp_path)
-    assert outcome.code == 1
-    assert not body_lines(outcome)
-    assert "parallelism asks for 2 processes (world_size=2 (product of the degrees)), but nobody launched" in outcome.text
-    assert "try: torchrun --standalone --nproc-per-node 2" in outcome.text
-    assert "Traceback" not in outcome.text
-
-
 def test_a_preset_of_the_users_own_starts_from_ours(tmp_path: Path) -> None:
     outcome = run(torchrun(2, "say.py", "parallelism=mine"), tmp_path)
     assert [line.split("[")[1] for line in ranks(outcome)] == ["dp_replicate=2] lr 0.1"] * 2

@@ -118,7 +118,8 @@ def test_cfg_parallel_cannot_be_minus_one() -> None:
 def test_only_one_degree_may_be_minus_one() -> None:
     assert _refusal({"dp_shard": -1, "context_parallel": {"ring_degree": -1}}, 8) == (
         "parallelism is not valid:\n"
-        "  parallelism.dp_shard=-1 and parallelism.context_parallel.ring_degree=-1: only one degree may take what is left"
+        "  parallelism.dp_shard=-1 and parallelism.context_parallel.ring_degree=-1: only one degree may take what is left; "
+        "try parallelism.context_parallel.ring_degree=1"
     )
 
 
@@ -342,7 +343,7 @@ def test_all_field_errors_are_told_at_once() -> None:
         "  parallelism.context_parallel.ring_degree=1.5: must be a whole number of at least 1, or -1 for what is left\n"
         "  parallelism.ep_size=None: must be a whole number of at least 1, or -1 for what is left\n"
         "  parallelism.cfg_parallel=2 is for inference only; if nothing is trained: parallelism.inference=true\n"
-        "  parallelism.pp_size=-1 and parallelism.tp_size=-1: only one degree may take what is left"
+        "  parallelism.pp_size=-1 and parallelism.tp_size=-1: only one degree may take what is left; try parallelism.tp_size=1"
     )
 
 
@@ -457,7 +458,7 @@ KNOWN = "the axes are pp, dp_replicate, dp_shard, cfg, ring, ulysses, tp, dp, cp
     ("name", "text"),
     [
         ("ulises", f"no axis 'ulises'; did you mean 'ulysses'? {KNOWN}"),
-        ("tp_size", f"no axis 'tp_size'; {KNOWN}"),
+        ("tp_size", f"no axis 'tp_size'; did you mean 'tp'? {KNOWN}"),
         ("dp_shards", f"no axis 'dp_shards'; did you mean 'dp_shard'? {KNOWN}"),
         ("world_size", f"no axis 'world_size'; {KNOWN}"),
     ],

@@ -2,10 +2,13 @@
 
 import os
 import sys
+import time
 
 import _app
 import hydra
 from omegaconf import DictConfig
+
+time.sleep(float(os.environ.get("DELAY", 0)) * int(os.environ.get("RANK", 0)))
 
 # One rank that was started with another override, as by a stale shell on one node.
 if os.environ.get("RANK") == os.environ.get("ODD_RANK", "none"):
