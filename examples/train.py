@@ -5,10 +5,14 @@ torchrun --nproc-per-node 4 examples/train.py                  # DDP over 4
 torchrun --nproc-per-node 4 examples/train.py parallelism=two_by_two
 """
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import hydra
 from omegaconf import DictConfig
+
+_HERE = str(Path(__file__).resolve().parent)
 
 # Hydra 1.3 warns when version_base is left out. 1.4 warns when it is given, and when a config names a callback class that the
 # app has not whitelisted.
@@ -22,6 +26,8 @@ _HYDRA: dict[str, Any] = (
 @hydra.main(config_path="../conf", config_name="config", **_HYDRA)
 def main(cfg: DictConfig) -> float:
     """Train, and return the mean loss of the last step over all ranks, for sweepers."""
+    if _HERE not in sys.path:  # submitit runs the task in a process that does not know the script's folder
+        sys.path.insert(0, _HERE)
     import training  # here, because it imports torch: --cfg, --help and tab completion answer without
 
     return training.train(cfg)

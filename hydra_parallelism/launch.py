@@ -38,6 +38,7 @@ __all__ = [
     "run_function",
     "run_script",
     "supervising",
+    "terminable",
     "warm_server",
 ]
 
@@ -285,6 +286,23 @@ def _environment(options: TorchrunConfig, processes: int) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Turn SIGINT and SIGTERM into :class:`Interrupted` while agents run in other threads, which see no signals.
+
+    Raises:
+        Interrupted: One came.
+    """
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted(number)
+
+    with _restored_signals():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, interrupt)
+        yield
 
 
 @contextlib.contextmanager

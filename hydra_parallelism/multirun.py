@@ -131,7 +131,7 @@ def _pack(config: DictConfig) -> worker.SentJob:
         raise LaunchError("the jobs of a sweep run the script again, and this program is no script or module")
     is_module = spec is not None
     script = script if is_module else os.path.abspath(script)
-    return worker.SentJob(script, is_module, tuple(sys.argv), dict(os.environ), pickle.dumps(config))
+    return worker.SentJob(script, is_module, os.getpid(), tuple(sys.argv), dict(os.environ), pickle.dumps(config))
 
 
 def _run_all(jobs: list[_Job], at_a_time: int, slots: Slots) -> None:
@@ -144,8 +144,9 @@ def _run_all(jobs: list[_Job], at_a_time: int, slots: Slots) -> None:
     with ThreadPoolExecutor(at_a_time) as pool:
         futures = [pool.submit(_run_in_slots, job, slots, stop) for job in ready]
         try:
-            _wait(futures)
-        except BaseException:
+            with launching.terminable():
+                _wait(futures)
+        except launching.Interrupted:
             stop.set()
             launching.end_children()
             raise
@@ -156,7 +157,7 @@ def _run_in_slots(job: _Job, slots: Slots, stop: threading.Event) -> None:
         if stop.is_set():
             job.error = LaunchError("not started: the sweep was interrupted")
             return
-        _run(job, devices)
+        _run(job, devices, stop)
 
 
 def _wait(futures: list["Future[None]"]) -> None:
@@ -167,7 +168,7 @@ def _wait(futures: list["Future[None]"]) -> None:
         future.result()
 
 
-def _run(job: _Job, devices: str | None) -> None:
+def _run(job: _Job, devices: str | None, stop: threading.Event | None = None) -> None:
     assert job.config is not None
     assert job.sent is not None
     _log.info("\t%s: %d process(es)", job.name, job.processes)
@@ -185,7 +186,7 @@ def _run(job: _Job, devices: str | None) -> None:
     except Exception as error:  # noqa: BLE001 - the other jobs run
         job.error = error
     job.seconds = time.monotonic() - began
-    if job.error is not None:
+    if job.error is not None and not (stop and stop.is_set()):
         _log.error("\t%s failed after %.1f s: %s", job.name, job.seconds, _headline(job.error))
 
 

@@ -4,8 +4,11 @@ import ctypes
 import os
 import pickle
 import runpy
+import select
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -53,6 +56,31 @@ def tie_to_parent(parent: int) -> None:
         os._exit(1)
 
 
+def _die_with(parent: int) -> None:
+    """End this process when a process that is not its parent ends: the server that forked it lives as long as its forks."""
+
+    def watch() -> None:
+        _wait_for_the_end_of(parent)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="hydra_parallelism parent watch").start()
+
+
+def _wait_for_the_end_of(process: int) -> None:
+    try:
+        handle = os.pidfd_open(process)
+    except ProcessLookupError:
+        return
+    except (AttributeError, OSError):  # not Linux, or an old kernel
+        while True:
+            try:
+                os.kill(process, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(1)
+    select.select([handle], [], [])
+
+
 @dataclass(frozen=True)
 class SentJob:
     """One job of a sweep, on its way to its processes."""
@@ -60,6 +88,8 @@ class SentJob:
     script: str
     """Path of the user's script, or the name of the module that ``python -m`` ran."""
     is_module: bool
+    parent: int
+    """The process that runs the sweep."""
     argv: tuple[str, ...]
     environ: dict[str, str]
     config: bytes
@@ -83,7 +113,7 @@ def run_sent_job(job: SentJob) -> bytes | None:
     _started_here = True
     os.environ.pop(PARENT, None)
     os.setsid()  # the terminal's Ctrl-C goes to the parent alone, which passes it on once
-    tie_to_parent(os.getppid())
+    _die_with(job.parent)
     os.environ.update({name: value for name, value in job.environ.items() if not name.startswith((*_OF_RANK, PARENT))})
     sys.argv = list(job.argv)
     outcome: list[Any] = []

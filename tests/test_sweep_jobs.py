@@ -171,7 +171,7 @@ def test_thirty_jobs_leave_nothing(tmp_path: Path) -> None:
     assert seen[-1][0] - seen[4][0] < 8 * 1024, f"kB after each job: {seen}"
     assert seen[-1][1] <= seen[4][1] + 1, f"open files after each job: {seen}"
     assert gone_within(5, marker), alive(marker)
-    assert list(temporary.iterdir()) == []
+    assert [path.name for path in temporary.iterdir() if "inductor" not in path.name] == []  # torch's own cache stays
 
 
 def test_a_killed_sweep_leaves_no_process(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_killed_sweep_leaves_no_process(tmp_path: Path) -> None:
             break
     pids = [int(pid) for pid in re.findall(r"pid (\d+)", line)]
     process.kill()
-    process.wait(10)
+    process.communicate(timeout=10)
     until = time.monotonic() + 10
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
         time.sleep(0.05)
