@@ -14,7 +14,7 @@ READY ?= .venv/installed
 	@touch $@
 
 demo: $(READY)  ## train a small language model on 4 processes of this machine under HSDP 2 x 2
-	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train.py parallelism=hsdp parallelism.dp_replicate=2
+	$(BIN)/python examples/train.py parallelism=hsdp parallelism.dp_replicate=2 parallelism.dp_shard=2
 
 test: $(READY)  ## the whole test suite
 	$(BIN)/python -m pytest

@@ -20,9 +20,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from . import resolvers, worker, world
+from . import interpolations, resolvers, worker, world
 from .errors import ConfigurationError, ParallelismError
 from .failures import format_error, write_error_file
 from .logs import RankLog, console_ranks
@@ -103,7 +102,7 @@ class ParallelismCallback(Callback):
 
         node = self._select(config)
         self._open_log(config, node)
-        _check_interpolations(config)
+        interpolations.check(config)
         context = runtime.init(node, key=self.node, announce=self._announce)
         if config.hydra.output_subdir is not None or context.rank != 0:
             record.write(context, Path(config.hydra.runtime.output_dir) / (config.hydra.output_subdir or ""))
@@ -171,27 +170,6 @@ class ParallelismCallback(Callback):
         from . import runtime
 
         return runtime.is_first(event)
-
-
-def _check_interpolations(config: DictConfig) -> None:
-    """Find out now what our resolvers would refuse in the middle of the task, such as a batch that does not divide.
-
-    Raises:
-        ConfigurationError: Names the key, and says what the resolver says.
-    """
-    for key in config:
-        if key == "hydra" or OmegaConf.is_missing(config, key):
-            continue
-        try:
-            OmegaConf.to_container(config._get_node(key), resolve=True)
-        except InterpolationResolutionError as error:
-            refusal: BaseException | None = error
-            while refusal is not None and not isinstance(refusal, ConfigurationError):
-                refusal = refusal.__cause__
-            if refusal is not None:
-                raise ConfigurationError(f"{error.full_key}: {refusal}") from error
-        except (OmegaConfBaseException, ValueError, TypeError):
-            continue  # not ours: told when the task asks for it
 
 
 def _caller_of_on_job_start() -> FrameType | None:

@@ -35,11 +35,13 @@ __all__ = [
     "WorkersFailed",
     "check",
     "describe_command",
+    "end_children",
+    "hidden_script",
     "run_function",
     "run_script",
+    "start_server",
     "supervising",
     "terminable",
-    "warm_server",
 ]
 
 
@@ -124,7 +126,7 @@ def run_script(options: TorchrunConfig, processes: int, command: Sequence[str], 
         WorkersFailed: A rank failed; the message is for the console.
         Interrupted: A signal came and has been passed on.
     """
-    with supervising(options, processes), _log_folder(options) as folder:
+    with supervising(options), _log_folder(options) as folder:
         config = _launch_config(options, processes, folder, console, "spawn")
         _watch(config, folder, command[0], list(command[1:]))
 
@@ -134,7 +136,7 @@ def run_function(
 ) -> dict[int, Any]:
     """Call an importable function once for each rank, in fresh forks of the warm server; results by rank.
 
-    Call it inside :func:`supervising` and :func:`warm_server`, which may hold several calls in threads.
+    Call it inside :func:`supervising` and :func:`hidden_script`, after :func:`start_server`. Several threads may.
 
     Raises:
         WorkersFailed: A rank failed.
@@ -143,24 +145,6 @@ def run_function(
     with _log_folder(options) as folder:
         config = _launch_config(options, processes, folder, console, "forkserver")
         return _watch(config, folder, function, list(arguments))
-
-
-@contextlib.contextmanager
-def warm_server() -> Iterator[None]:
-    """Have processes forked from a server that imports torch and this library once, before its first fork.
-
-    While it lasts the user's script is hidden from multiprocessing, which would import it in every process: the worker runs
-    the script itself, as ``__main__``.
-    """
-    import multiprocessing
-
-    multiprocessing.set_forkserver_preload(["hydra_parallelism._preload"])
-    real = sys.modules["__main__"]
-    sys.modules["__main__"] = type(sys)("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = real
 
 
 def end_children() -> None:
@@ -194,6 +178,9 @@ def _launch_config(
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
 
+    from . import local_rendezvous
+
+    local_rendezvous.register()
     per_node = processes // options.nnodes
     alone = options.nnodes == 1
     quiet = {rank: Std.NONE if rank in console else Std.ALL for rank in range(per_node)}
@@ -210,9 +197,8 @@ def _launch_config(
         max_nodes=options.nnodes,
         nproc_per_node=per_node,
         run_id=options.rdzv_id or uuid.uuid4().hex,
-        # One node asks the kernel for a free port; the agent's store then serves the ranks as well.
-        rdzv_backend="c10d" if alone else options.rdzv_backend,
-        rdzv_endpoint="127.0.0.1:0" if alone else options.rdzv_endpoint,
+        rdzv_backend=local_rendezvous.BACKEND if alone else options.rdzv_backend,
+        rdzv_endpoint="" if alone else options.rdzv_endpoint,
         rdzv_configs=conf,
         local_addr=options.local_addr or ("127.0.0.1" if alone else None),
         max_restarts=options.max_restarts,
@@ -237,10 +223,33 @@ def _log_folder(options: TorchrunConfig) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def supervising(options: TorchrunConfig, processes: int) -> Iterator[None]:
-    """What holds while processes are watched: a quiet agent, and what they inherit. Signal handlers are restored after."""
-    with _quiet_agent(), _environment(options, processes), _restored_signals():
+def supervising(options: TorchrunConfig) -> Iterator[None]:
+    """What holds while processes are watched: what they inherit, and a quiet agent. Signal handlers are restored after."""
+    with _environment(options), _quiet_agent(), _restored_signals():
         yield
+
+
+def start_server(options: TorchrunConfig) -> None:
+    """Start the server from which ``run_function`` forks, early: it imports torch while this process does something else."""
+    from multiprocessing import forkserver, set_forkserver_preload
+
+    set_forkserver_preload(["hydra_parallelism._preload"])
+    with _environment(options):
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def hidden_script() -> Iterator[None]:
+    """Hide the user's script from multiprocessing, which would import it in every process.
+
+    The worker runs the script itself, as ``__main__``.
+    """
+    real = sys.modules["__main__"]
+    sys.modules["__main__"] = type(sys)("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = real
 
 
 @contextlib.contextmanager
@@ -270,10 +279,10 @@ def _silenced() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _environment(options: TorchrunConfig, processes: int) -> Iterator[None]:
+def _environment(options: TorchrunConfig) -> Iterator[None]:
     """What all processes inherit, for the time of their start."""
     threads = options.omp_num_threads
-    if threads is None and processes > 1 and "OMP_NUM_THREADS" not in os.environ:
+    if threads is None and "OMP_NUM_THREADS" not in os.environ:
         threads = 1
     wanted = {PARENT: str(os.getpid())} | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
     before = {name: os.environ.get(name) for name in (*wanted, "TORCHELASTIC_SIGNALS_TO_HANDLE")}

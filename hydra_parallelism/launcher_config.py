@@ -38,7 +38,7 @@ class TorchrunConfig:
     tee: str | None = None
     """Which streams go to the console and to files in ``log_dir``, spelled alike."""
     omp_num_threads: int | None = None
-    """``OMP_NUM_THREADS`` of each process; ``null`` keeps the variable, and is 1 for several processes without it."""
+    """``OMP_NUM_THREADS`` of each process; ``null`` keeps the variable, and is 1 where it is not set."""
     shutdown_timeout: int = 5
     """Seconds that processes have to end after a signal before they are killed."""
     max_parallel_jobs: int = 1

@@ -16,8 +16,8 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from . import interpolations, run_mode, worker
 from . import launch as launching
-from . import run_folder, run_mode, worker
 from .errors import ConfigurationError, LaunchError
 from .failures import tell
 from .logs import console_ranks
@@ -69,11 +69,12 @@ def launch(
             "  try: hydra/launcher=submitit_slurm for jobs on several nodes"
         )
     Path(str(config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
+    launching.start_server(options)
     jobs = [_prepare(loader, config, list(each), initial_job_idx + i) for i, each in enumerate(job_overrides)]
     _log.info("Launching %d jobs, %d at a time", len(jobs), options.max_parallel_jobs)
     largest = max((job.processes for job in jobs), default=1)
     try:
-        with launching.supervising(options, largest), launching.warm_server():
+        with launching.supervising(options), launching.hidden_script():
             _run_all(jobs, options.max_parallel_jobs, Slots(options.cpu_slots, largest))
     except launching.Interrupted as signal:
         _log.error("the sweep was %s", signal)
@@ -117,7 +118,7 @@ def _compose(loader: ConfigLoader, config: DictConfig, overrides: list[str], num
         composed.hydra.job.id = number
         composed.hydra.job.num = number
         # From here on every process must see the same values: folders, and whatever ${now:...} and its like gave.
-        run_folder.resolve_cached(composed)
+        interpolations.resolve_cached(composed)
         composed.hydra.sweep.dir = os.path.abspath(str(composed.hydra.sweep.dir))
         composed.hydra.sweep.subdir = str(composed.hydra.sweep.subdir)
     return composed

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException
 
 from .errors import LaunchError
+from .interpolations import resolve_cached
 from .world import World
 
-__all__ = ["agree", "resolve_cached"]
+__all__ = ["agree"]
 
 
 def agree(config: DictConfig, world: World, store: dist.Store, timeout: timedelta) -> None:
@@ -68,20 +68,6 @@ def _note() -> Path | None:
     if not path or not Path(path).parent.parent.name.startswith("attempt_"):
         return None
     return Path(path).parent.parent.parent / "hydra_run_dir"
-
-
-def resolve_cached(config: DictConfig) -> dict[str, dict[object, object]]:
-    """Resolve everything that resolves, so that cached resolvers (``now``, and the app's own) have their values.
-
-    Returns:
-        Those values, by resolver. They belong to the config and are pickled with it.
-    """
-    for key in config:
-        try:
-            OmegaConf.to_container(config._get_node(key), resolve=True)
-        except (OmegaConfBaseException, ValueError, TypeError):
-            continue  # what cannot be resolved is told when the task asks for it
-    return OmegaConf.get_cache(config)
 
 
 def _sendable(cache: dict[str, dict[object, object]]) -> dict[str, dict[object, object]]:

@@ -16,13 +16,13 @@ from hydra_parallelism import ConfigurationError, LaunchError, ParallelismError
 ROOT = Path(hydra_parallelism.__file__).parents[1]
 WITHOUT_TORCH = (
     "errors", "config", "launcher_config", "_equation", "topology", "world", "_answers", "resolvers", "store",
-    "failures", "logs", "worker", "launch", "slots",
+    "interpolations", "failures", "logs", "worker",
 )  # fmt: skip
 """Everything that Hydra imports on its own account is here, and what the callback needs before a job starts."""
 ORDER = (
     *WITHOUT_TORCH,
-    "_compat", "rendezvous", "agreement", "device", "mesh", "runtime", "record", "run_folder", "run_mode", "multirun",
-    "callback",
+    "local_rendezvous", "launch", "slots", "_compat", "rendezvous", "agreement", "device", "mesh", "runtime", "record",
+    "run_folder", "run_mode", "multirun", "callback",
 )  # fmt: skip
 """Each of these may import those before it."""
 DOORBELL = sorted((ROOT / "hydra_plugins").rglob("*.py"))
@@ -70,7 +70,7 @@ def test_imports_point_one_way(name: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [*map(_module, (*WITHOUT_TORCH, "run_mode", "callback", "__init__")), *DOORBELL],
+    [*map(_module, (*WITHOUT_TORCH, "launch", "slots", "run_mode", "multirun", "callback", "__init__")), *DOORBELL],
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_nothing_that_hydra_imports_imports_torch(path: Path) -> None:
