@@ -82,6 +82,61 @@ def test_the_block_may_fail() -> None:
     hp.shutdown()
 
 
+def test_a_refused_inner_context_leaves_the_outer_one() -> None:
+    with hp.parallel_context({}) as outer:
+        with pytest.raises(hp.ParallelismError, match="alive already"), hp.parallel_context({}):
+            pass
+        assert hp.current() is outer
+        assert dist.is_initialized()
+
+
+def test_the_task_may_destroy_the_groups_itself() -> None:
+    with hp.parallel_context({}):
+        dist.destroy_process_group()
+    assert registered_groups() == 0
+
+
+def test_values_from_elsewhere_in_the_config() -> None:
+    config = OmegaConf.create({"minutes": 2, "plan": {"a": "colwise"}, "parallelism": {
+        "tp_plan": "${plan}", "runtime": {"timeout_s": "${minutes}", "device_type": "cpu"}
+    }})  # fmt: skip
+    with pytest.warns(UserWarning, match="tp_plan is set but does nothing"):
+        context = hp.init(config.parallelism)
+    assert context.device.type == "cpu"
+    options = context.mesh["tp"].get_group()._get_backend(torch.device("cpu")).options
+    assert options._timeout.total_seconds() == 2
+    hp.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("runtime", "text"),
+    [
+        ({"timeout_s": 0}, "parallelism.runtime.timeout_s=0.0: must be a number of seconds between 0 and"),
+        ({"timeout_s": float("nan")}, "parallelism.runtime.timeout_s=nan: must be"),
+        ({"start_timeout_s": float("inf")}, "parallelism.runtime.start_timeout_s=inf: must be"),
+        ({"timeout_s": "abc"}, "parallelism.runtime.timeout_s"),
+        ({"backend": "nonsense"}, "parallelism.runtime.backend=nonsense: torch has no backend 'nonsense' here, it has"),
+        ({"foo": 1}, "parallelism.runtime.foo"),
+        ({"device_type": "tpu"}, "parallelism.runtime.device_type"),
+    ],
+)
+def test_runtime_options_are_judged_before_anything_is_built(runtime: dict[str, Any], text: str) -> None:
+    with pytest.raises(hp.ConfigurationError) as caught:
+        hp.init({"runtime": runtime})
+    assert text in str(caught.value)
+    assert not dist.is_initialized()
+    hp.shutdown()
+
+
+def test_strings_in_a_dataclass_are_what_they_say() -> None:
+    config = hp.ParallelismConfig(runtime=hp.RuntimeConfig(device_type="cpu"))  # type: ignore[arg-type]
+    with hp.parallel_context(config) as context:
+        assert context.device.type == "cpu"
+    with pytest.raises(hp.ConfigurationError, match=r"parallelism\.fsdp\.nope: no such key"):
+        hp.init({"fsdp": {"nope": 1}})
+    hp.shutdown()
+
+
 def test_many_cycles_leave_nothing() -> None:
     for _ in range(3):
         with hp.parallel_context({"tp_size": -1}):
