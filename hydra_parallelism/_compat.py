@@ -1,12 +1,14 @@
-"""Every private torch name this library touches, each with a canary in the tests."""
+"""Every private name of torch and multiprocessing that this library touches, each with a canary in the tests."""
 
 import gc
 import sys
+from multiprocessing import process
+from multiprocessing.process import BaseProcess
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["default_store", "registered_groups", "release_meshes"]
+__all__ = ["child_processes", "default_store", "registered_groups", "release_meshes"]
 
 
 def default_store() -> dist.Store:
@@ -17,6 +19,11 @@ def default_store() -> dist.Store:
 def registered_groups() -> int:
     """How many process groups this rank holds, the default group included."""
     return len(c10d._world.pg_map)
+
+
+def child_processes() -> list[BaseProcess]:
+    """Processes that multiprocessing has started here. Its public list polls them, which another thread must not do."""
+    return list(process._children)  # type: ignore[attr-defined]
 
 
 def release_meshes() -> None:

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from . import interpolations, resolvers, worker, world
 from .errors import ConfigurationError, ParallelismError
-from .failures import format_error, write_error_file
+from .failures import FOLLOWER, format_error, write_error_file
 from .logs import RankLog, console_ranks
 from .topology import resolve
 
@@ -142,6 +142,8 @@ class ParallelismCallback(Callback):
         try:
             if not getattr(error, "announced", False):
                 self._tell(error)
+            elif worker.started_here():
+                write_error_file(error, kind=FOLLOWER)
         finally:
             raise SystemExit(1)  # whatever else goes wrong: Hydra would run the task
 

@@ -21,7 +21,9 @@ __all__ = ["Failure", "find_cause", "format_error", "tell", "write_error_file"]
 
 _ECHOES = ("DistBackendError", "DistNetworkError", "DistStoreError", "SignalException", "KeyboardInterrupt")
 _ECHO_TEXTS = ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "Broken pipe", "NCCL error")
-_TAIL_LINES = 30
+_TAIL_LINES = 15
+FOLLOWER = "follower"
+"""The kind of account that a rank leaves when it stops because another one has told why already."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,12 @@ class Failure:
         return not self.text and self.exitcode == -signal.SIGTERM
 
 
-def write_error_file(error: BaseException) -> bool:
+def write_error_file(error: BaseException, *, kind: str | None = None) -> bool:
     """Leave an account of an error for whoever started this rank.
+
+    Args:
+        error: The error.
+        kind: What to call it; ``None`` is the name of its class.
 
     Returns:
         Whether there was somebody to leave it to. The first account stays: later errors of one rank are consequences.
@@ -67,7 +73,7 @@ def write_error_file(error: BaseException) -> bool:
                 "py_callstack": format_error(error),
                 "timestamp": str(int(moment)),
                 "moment": moment,
-                "kind": type(error).__name__,
+                "kind": kind or type(error).__name__,
                 "host": socket.gethostname(),
             },
         }
@@ -89,18 +95,33 @@ def format_error(error: BaseException) -> str:
     return "".join(report.format()).rstrip()
 
 
-def read_failures(failures: Mapping[int, Any]) -> list[Failure]:
-    """Turn torch elastic's ``ProcessFailure`` objects into ours, with what each rank wrote."""
-    return [_read_failure(rank, failure) for rank, failure in sorted(failures.items())]
+def read_failures(failures: Mapping[int, Any], folder: Path, exitcodes: Mapping[int, int]) -> list[Failure]:
+    """How the ranks of a failed start ended.
+
+    Torch's agent reports the failures that it has seen at one moment, which need not hold the cause, so what every rank left
+    is read.
+
+    Args:
+        failures: Torch elastic's ``ProcessFailure`` objects by rank.
+        folder: The agent's log folder, with ``*/attempt_<n>/<rank>/error.json``.
+        exitcodes: Exit codes by rank, as far as known from elsewhere.
+    """
+    found = {rank: failure.exitcode for rank, failure in failures.items()} | {r: c for r, c in exitcodes.items() if c}
+    attempts = sorted(folder.glob("*/attempt_*"), key=lambda path: int(path.name.removeprefix("attempt_")))
+    files = {int(path.parent.name): path for path in attempts[-1].glob("*/error.json")} if attempts else {}
+    return [_read_failure(rank, found.get(rank, 1), files.get(rank)) for rank in sorted({*found, *files})]
 
 
-def _read_failure(rank: int, failure: Any) -> Failure:
-    message = failure.error_file_data.get("message") if failure.error_file_data else None
-    if isinstance(message, dict):
-        extra = message.get("extraInfo", {})
-        moment = float(extra.get("moment", extra.get("timestamp", "inf")))
-        return Failure(rank, failure.exitcode, extra.get("py_callstack", ""), extra.get("kind", ""), moment)
-    return Failure(rank, failure.exitcode)
+def _read_failure(rank: int, exitcode: int, file: Path | None) -> Failure:
+    try:
+        message = json.loads(file.read_text())["message"] if file is not None else None
+    except (OSError, ValueError, KeyError):  # cut off while it was written
+        message = None
+    if not isinstance(message, dict):
+        return Failure(rank, exitcode)
+    extra = message.get("extraInfo", {})
+    moment = float(extra.get("moment", extra.get("timestamp", "inf")))
+    return Failure(rank, exitcode, extra.get("py_callstack", ""), extra.get("kind", ""), moment)
 
 
 def find_cause(failures: list[Failure]) -> Failure:
@@ -111,11 +132,12 @@ def find_cause(failures: list[Failure]) -> Failure:
     """
 
     def order(failure: Failure) -> tuple[int, float]:
+        if failure.kind == FOLLOWER:
+            return 3, failure.moment
         if failure.text and not failure.is_echo:
             return 0, failure.moment
         if not failure.text and not failure.was_ended:
-            # Exit code 1 without an account is a rank that left because another one had told why already.
-            return (1 if failure.exitcode != 1 or failure.tail else 3), failure.moment
+            return 1, failure.moment
         return (2, failure.moment) if failure.text else (4, failure.moment)
 
     return min(failures, key=order)
@@ -128,7 +150,8 @@ def tell(cause: Failure, world_size: int, coordinate: Mapping[str, int], log: Pa
     where = f"\n  its log: {log}" if log is not None and log.exists() else ""
     if cause.text:
         return f"{cause.text}\n{who} failed{where}"
-    tail = f"{cause.tail}\n" if cause.tail else ""
+    tail = cause.tail or (read_tail(log) if log is not None else "")
+    tail = f"{tail}\n" if tail else ""
     return f"{tail}{who} {_describe_exit(cause.exitcode)}, without an exception{where}"
 
 

@@ -160,16 +160,48 @@ def _watch(config: "LaunchConfig", folder: Path, entrypoint: Callable[..., Any] 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
+    census = _Census(folder)
     try:
-        results: dict[int, Any] = elastic_launch(config, entrypoint)(*arguments)
+        with census:
+            results: dict[int, Any] = elastic_launch(config, entrypoint)(*arguments)
     except ChildFailedError as error:
-        cause = _add_tail(find_cause(read_failures(error.failures)), folder)
+        cause = _add_tail(find_cause(read_failures(error.failures, folder, census.exitcodes())), folder)
         raise WorkersFailed(f"rank {cause.rank} failed", cause) from None
     except SignalException as error:
         raise Interrupted(int(error.sigval)) from None
     except KeyboardInterrupt:
         raise Interrupted(signal.SIGINT) from None
     return results
+
+
+class _Census:
+    """Remembers the forked processes of a launch, whose exit codes the agent does not report when another failed as well."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: dict[int, Any] = {}
+        self._over = threading.Event()
+
+    def __enter__(self) -> None:
+        threading.Thread(target=self._watch, daemon=True, name="hydra_parallelism census").start()
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+
+    def exitcodes(self) -> dict[int, int]:
+        """Exit code by rank, of those that have ended; each has left its process id beside its error file."""
+        codes: dict[int, int] = {}
+        for path in self._folder.glob("*/attempt_*/*/pid"):
+            process = self._seen.get(int(path.read_text() or 0))
+            if process is not None and process.exitcode is not None:
+                codes[int(path.parent.name)] = process.exitcode
+        return codes
+
+    def _watch(self) -> None:
+        from ._compat import child_processes
+
+        while not self._over.wait(0.02):
+            self._seen |= {child.pid: child for child in child_processes() if child.pid is not None}
 
 
 def _launch_config(
@@ -206,6 +238,7 @@ def _launch_config(
         start_method=start_method,
         logs_specs=logs,
         shutdown_timeout=options.shutdown_timeout,
+        role="default",
     )
 
 
@@ -234,8 +267,14 @@ def start_server(options: TorchrunConfig) -> None:
     from multiprocessing import forkserver, set_forkserver_preload
 
     set_forkserver_preload(["hydra_parallelism._preload"])
-    with _environment(options):
-        forkserver.ensure_running()
+    alone = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if alone else None  # the terminal's Ctrl-C is for this process
+    try:
+        with _environment(options):
+            forkserver.ensure_running()
+    finally:
+        if alone:
+            signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

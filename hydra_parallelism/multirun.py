@@ -76,7 +76,8 @@ def launch(
     try:
         with launching.supervising(options), launching.hidden_script():
             _run_all(jobs, options.max_parallel_jobs, Slots(options.cpu_slots, largest))
-    except launching.Interrupted as signal:
+    except (launching.Interrupted, KeyboardInterrupt) as interruption:
+        signal = interruption if isinstance(interruption, launching.Interrupted) else launching.Interrupted(2)
         _log.error("the sweep was %s", signal)
         raise SystemExit(128 + signal.number) from None
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)
@@ -115,7 +116,7 @@ def _compose(loader: ConfigLoader, config: DictConfig, overrides: list[str], num
             f"  try: hydra/launcher={chosen} on the command line"
         )
     with read_write(composed), open_dict(composed):
-        composed.hydra.job.id = number
+        composed.hydra.job.id = str(number)
         composed.hydra.job.num = number
         # From here on every process must see the same values: folders, and whatever ${now:...} and its like gave.
         interpolations.resolve_cached(composed)
@@ -205,8 +206,11 @@ def _summarize(jobs: list[_Job]) -> None:
 
 
 def _headline(error: Exception) -> str:
-    """The line that says what happened: of a traceback the last one, of a message of ours the first."""
+    """The line that says what happened: of a traceback the last one, of a death how it came, of a message the first."""
     text = str(error).strip().splitlines()
+    deaths = [line for line in text if line.startswith("rank ") and line.endswith(", without an exception")]
+    if deaths:
+        return deaths[-1]
     if text and text[0].startswith("Traceback"):
         accounts = [line for line in text if not line.startswith((" ", "Traceback", "rank "))]
         return accounts[-1] if accounts else text[-1]

@@ -8,6 +8,7 @@ second ``init_process_group`` meets the keys of the first one otherwise.
 import errno
 import os
 import re
+import socket
 import threading
 import time
 import uuid
@@ -105,6 +106,10 @@ def _find_our_store(world: World, host: str, ports: list[int], identity: str, ti
 
 
 def _try_port(world: World, host: str, port: int, identity: str) -> dist.Store | None:
+    try:
+        socket.create_connection((host, port), timeout=1).close()  # torch prints a C++ backtrace when nobody listens
+    except OSError:
+        return None
     found: list[dist.Store] = []
 
     def attempt() -> None:

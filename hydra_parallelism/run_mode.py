@@ -97,7 +97,8 @@ def _start(config: DictConfig, node: Any, key: str, target: World) -> int:
     except launch.WorkersFailed as error:
         _say(tell(error.cause, target.size, place(topology, error.cause.rank), folder / f"ranks/{error.cause.rank}.log"))
         return 1
-    except launch.Interrupted as signal:
+    except (launch.Interrupted, KeyboardInterrupt) as interruption:
+        signal = interruption if isinstance(interruption, launch.Interrupted) else launch.Interrupted(2)
         _say(f"{target.size} processes {signal}")
         return 128 + signal.number
     return 0

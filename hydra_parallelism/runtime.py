@@ -12,24 +12,22 @@ import socket
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from . import _compat, agreement, device, rendezvous
 from . import world as world_module
 from ._equation import read_degrees
-from .config import ParallelismConfig, RuntimeConfig
-from .errors import ConfigurationError, LaunchError, ParallelismError
+from .config import RuntimeConfig
+from .errors import LaunchError, ParallelismError
 from .mesh import AxisGroups, Meshes, build_groups
+from .options import flatten, read_options, warn
 from .topology import Topology, resolve
 from .world import World
 
@@ -37,7 +35,6 @@ __all__ = ["ParallelContext", "current", "init", "is_first", "parallel_context",
 
 _log = logging.getLogger(__name__)
 _TEARDOWN_S = 30.0
-_LONGEST_S = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -208,13 +205,13 @@ def _start(config: Any, key: str, announce: Callable[[str], None] | None, job: i
     options, topology, bound, error = RuntimeConfig(), Topology(), torch.device("cpu"), None
     fingerprint: dict[str, Any] = {}
     try:
-        options = _read_options(config, key)
-        fingerprint = {f"{key}.{path}": value for path, value in _flatten(config)}
+        options = read_options(config, key)
+        fingerprint = {f"{key}.{path}": value for path, value in flatten(config)}
         topology = resolve(config, world.size, source=world.source(), key=key)
         bound = device.bind(device.choose_type(options.device_type, key), world)
         fingerprint |= _describe(topology, bound, options)
         if world.rank == 0:
-            _warn(config, key, topology)
+            warn(config, key, topology)
     except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         error = caught
     wait = timedelta(seconds=options.start_timeout_s)
@@ -222,7 +219,17 @@ def _start(config: Any, key: str, announce: Callable[[str], None] | None, job: i
     error = error or _claim_device(store, bound)
     store.set(f"host/{world.rank}", socket.gethostname())
     agreement.settle(store, world, fingerprint, error, timeout=wait, announce=announce)
-    return _build(config, key, world, topology, bound, options, store)
+    session = _build(config, key, world, topology, bound, options, store)
+    _wait_for_all(world, store)
+    return session
+
+
+def _wait_for_all(world: World, store: dist.Store) -> None:
+    """A rank with a short task must not be gone while another still connects to it."""
+    if world.size > 1:
+        if store.add("built", 1) == world.size:
+            store.set("all built", "")
+        store.wait(["all built"])
 
 
 def _read_world(config: Any, key: str) -> World:
@@ -245,35 +252,6 @@ def _read_world(config: Any, key: str) -> World:
     return planned
 
 
-def _read_options(config: Any, key: str) -> RuntimeConfig:
-    """The runtime half of a config, judged.
-
-    Raises:
-        ConfigurationError: Names every unknown key and every value that cannot work.
-    """
-    given = config.runtime if isinstance(config, ParallelismConfig) else config.get("runtime") or {}
-    try:
-        plain = OmegaConf.to_container(given, resolve=True) if isinstance(given, DictConfig) else given
-        merged = OmegaConf.merge(OmegaConf.structured(RuntimeConfig), plain)
-        options: RuntimeConfig = OmegaConf.to_object(merged)  # type: ignore[assignment]
-    except OmegaConfBaseException as error:
-        where = f"{key}.runtime.{error.key}" if error.key else f"{key}.runtime"
-        raise ConfigurationError(f"{where}: {error.msg or error}") from error
-    problems = [
-        f"{key}.runtime.{name}={getattr(options, name)}: must be a number of seconds between 0 and {_LONGEST_S:g}"
-        for name in ("timeout_s", "start_timeout_s")
-        if not 0 < getattr(options, name) <= _LONGEST_S
-    ]
-    for part in (options.backend or "").split(",") if options.backend is not None else []:
-        name = part.split(":")[-1]
-        if name != "fake" and not (name in dist.Backend.backend_list and dist.is_backend_available(name)):
-            known = ", ".join(b for b in dist.Backend.backend_list if dist.is_backend_available(b))
-            problems.append(f"{key}.runtime.backend={options.backend}: torch has no backend {name!r} here, it has {known}")
-    if problems:
-        raise ConfigurationError("\n  ".join([f"{key} is not valid:", *problems]))
-    return options
-
-
 def _job_store(world: World, job: int, timeout: timedelta) -> dist.Store:
     if dist.is_initialized() and world.size > 1:
         return dist.PrefixStore(f"hydra_parallelism/{job}", _compat.default_store())
@@ -294,19 +272,6 @@ def _describe(topology: Topology, bound: torch.device, options: RuntimeConfig) -
     if dist.is_initialized():
         seen["process groups made before"] = _compat.registered_groups()
     return seen
-
-
-def _flatten(config: Any) -> Iterator[tuple[str, Any]]:
-    node = config
-    if not isinstance(config, DictConfig):
-        node = OmegaConf.structured(config) if is_dataclass(config) else OmegaConf.create(config)
-    plain = OmegaConf.to_container(node, resolve=True, enum_to_str=True)
-    pending: list[tuple[str, Any]] = list(plain.items())  # type: ignore[union-attr,arg-type]
-    for path, value in pending:
-        if isinstance(value, dict):
-            pending += [(f"{path}.{name}", inner) for name, inner in value.items()]
-        else:
-            yield path, value
 
 
 def _build(
@@ -370,22 +335,6 @@ def _tell(config: Any, key: str, context: ParallelContext, groups: int, seconds:
         seconds,
         "; no degree is set, so DDP over all of them" if degrees.untouched and world.size > 1 else "",
     )
-
-
-def _warn(config: Any, key: str, topology: Topology) -> None:
-    for text, category in _warnings(config, key, topology):
-        warnings.warn(text, category, stacklevel=2)
-
-
-def _warnings(config: Any, key: str, topology: Topology) -> Iterator[tuple[str, type[Warning]]]:
-    def value(name: str) -> Any:
-        return config.get(name) if hasattr(config, "get") else getattr(config, name)
-
-    if value("enable_expert_parallel"):
-        yield f"{key}.enable_expert_parallel is deprecated, write {key}.ep_size={topology.ep}", FutureWarning
-    for plan, degree, size in (("tp_plan", "tp_size", topology.tp), ("ep_plan", "ep_size", topology.ep)):
-        if value(plan) and size == 1:
-            yield f"{key}.{plan} is set but does nothing at {degree}=1; try {key}.{degree}=2", UserWarning
 
 
 def _destroy(groups: list[Any]) -> None:

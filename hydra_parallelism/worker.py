@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -113,7 +114,11 @@ def run_sent_job(job: SentJob) -> bytes | None:
     _started_here = True
     os.environ.pop(PARENT, None)
     os.setsid()  # the terminal's Ctrl-C goes to the parent alone, which passes it on once
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
     _die_with(job.parent)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        Path(error_file).with_name("pid").write_text(str(os.getpid()))
     os.environ.update({name: value for name, value in job.environ.items() if not name.startswith((*_OF_RANK, PARENT))})
     sys.argv = list(job.argv)
     outcome: list[Any] = []

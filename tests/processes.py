@@ -31,7 +31,7 @@ def clean_environment(**extra: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
     }
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(APPS), **extra}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{APPS}{os.pathsep}{ROOT}", **extra}
 
 
 def run(command: Sequence[str | Path], cwd: Path, *, deadline: float = 90, env: Mapping[str, str] | None = None) -> Outcome:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hydra_parallelism import ConfigurationError
-from hydra_parallelism.failures import Failure, find_cause, format_error, tell, write_error_file
+from hydra_parallelism.failures import FOLLOWER, Failure, find_cause, format_error, tell, write_error_file
 
 ECHO = "torch.distributed.DistBackendError: Connection closed by peer"
 
@@ -29,8 +29,14 @@ def test_a_rank_that_died_silently_comes_before_echoes(exitcode: int) -> None:
 
 
 def test_a_refusal_comes_before_those_who_left_because_of_it() -> None:
-    failures = [Failure(0, 1), Failure(1, 1, "parallelism does not fit", "ConfigurationError", 5.0), Failure(2, 1)]
+    left = {"text": "parallelism does not fit", "kind": FOLLOWER, "moment": 1.0}
+    failures = [Failure(0, 1, **left), Failure(1, 1, "parallelism does not fit", "ConfigurationError", 5.0)]
     assert find_cause(failures).rank == 1
+    assert find_cause([Failure(0, 1, **left), Failure(1, 3)]).rank == 1
+
+
+def test_sys_exit_with_a_message_is_a_death_like_others() -> None:
+    assert find_cause([Failure(0, 1, ECHO, "DistBackendError", 1.0), Failure(1, 1)]).rank == 1
 
 
 def test_only_echoes_are_better_than_nothing() -> None:

@@ -193,6 +193,7 @@ def test_local_rank_on_the_command_line_is_tolerated(tmp_path: Path) -> None:
         ("exit", "left with exit code 3, without an exception"),
         ("quit", "left with exit code 4, without an exception"),
         ("kill", "was killed by SIGKILL, without an exception"),
+        ("word", "left with exit code 1, without an exception"),
     ],
 )
 def test_the_first_failure_is_the_last_thing_on_the_console(fate: str, text: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Starting a Hydra app on real processes: torchrun, variables of other launchers, one process; and refusing to start."""
 
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -90,6 +91,16 @@ def test_other_launchers_variables(variables: dict[str, str], of_rank: dict[str,
     sums = [sorted(body_lines(o)) for o in outcomes]
     assert sums == [[f"BODY rank {r} dp_rank {r // 2} sum {2 + 2 * (r % 2)} [dp_shard=2 tp=2] lr 0.1"] for r in range(4)]
     assert source in outcomes[0].text
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs openmpi-bin")
+def test_a_real_mpirun(tmp_path: Path) -> None:
+    front = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "4"]
+    outcome = run([*front, *python("say.py", "parallelism=fsdp", "parallelism.tp_size=2")], tmp_path)
+    assert len(ranks(outcome)) == 4
+    assert "dp_shard=2 * tp=2 = 4 process(es) (OMPI_COMM_WORLD_SIZE=4 (mpirun))" in outcome.text
+    assert len(list(tmp_path.glob("outputs/*/*/ranks/*.log"))) == 4
+    assert "frame #" not in outcome.text, "torch's C++ backtraces while ranks look for each other"
 
 
 def test_a_refusal_of_srun_tasks_is_printed_once(tmp_path: Path) -> None:

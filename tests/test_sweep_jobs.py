@@ -51,13 +51,14 @@ def test_presets_may_be_swept(tmp_path: Path) -> None:
 
 
 def test_a_failed_job_does_not_sink_the_sweep(tmp_path: Path) -> None:
-    outcome = run(python("fate.py", "-m", *TWO, "rank=1", "fate=none,raise,kill", warnings="default"), tmp_path)
+    outcome = run(python("fate.py", "-m", *TWO, "rank=1", "fate=none,raise,kill,exit", warnings="default"), tmp_path)
     assert outcome.code == 1
-    assert jobs_started(outcome) == [2, 2, 2]
-    assert len(body_lines(outcome)) == 3
-    summary = outcome.text.split("1 of 3 jobs succeeded, 2 failed:\n")[1]
+    assert jobs_started(outcome) == [2, 2, 2, 2]
+    assert len(body_lines(outcome)) == 4
+    summary = outcome.text.split("1 of 4 jobs succeeded, 3 failed:\n")[1]
     assert re.search(r"#1 .*fate=raise: ValueError: boom-1\n\t\tin \S*sweep/1\n", summary)
     assert re.search(r"#2 .*fate=kill: rank 1 of 2 on \S+ \(dp_shard=1\) was killed by SIGKILL", summary)
+    assert re.search(r"#3 .*fate=exit: rank 1 of 2 on \S+ \(dp_shard=1\) left with exit code 3, without", summary)
     assert "its log: " in summary
     assert "Terminating process" not in outcome.text
 
