@@ -8,6 +8,7 @@ that fails must not end like that, so the callback does one of two things:
   with the next one.
 """
 
+import atexit
 import contextlib
 import logging
 import os
@@ -23,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from . import interpolations, resolvers, worker, world
 from .errors import ConfigurationError, ParallelismError
-from .failures import FOLLOWER, format_error, write_error_file
+from .failures import FOLLOWER, QUITTER, format_error, write_error_file
 from .logs import RankLog, console_ranks
 from .topology import resolve
 
@@ -80,6 +81,7 @@ class ParallelismCallback(Callback):
         """Take the context down, also after a failure, and see to it that one failure is told once."""
         from . import runtime
 
+        atexit.unregister(_leave_account_of_quitting)
         if job_return.status is JobStatus.FAILED and isinstance(job_return._return_value, Exception):
             self._report(job_return._return_value)
         runtime.shutdown()
@@ -104,6 +106,8 @@ class ParallelismCallback(Callback):
         self._open_log(config, node)
         interpolations.check(config)
         context = runtime.init(node, key=self.node, announce=self._announce)
+        if worker.started_here():
+            atexit.register(_leave_account_of_quitting)
         if config.hydra.output_subdir is not None or context.rank != 0:
             record.write(context, Path(config.hydra.runtime.output_dir) / (config.hydra.output_subdir or ""))
 
@@ -172,6 +176,10 @@ class ParallelismCallback(Callback):
         from . import runtime
 
         return runtime.is_first(event)
+
+
+def _leave_account_of_quitting() -> None:
+    write_error_file(SystemExit(), kind=QUITTER, text="")
 
 
 def _caller_of_on_job_start() -> FrameType | None:

@@ -22,6 +22,8 @@ __all__ = ["Failure", "find_cause", "format_error", "tell", "write_error_file"]
 _ECHOES = ("DistBackendError", "DistNetworkError", "DistStoreError", "SignalException", "KeyboardInterrupt")
 _ECHO_TEXTS = ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "Broken pipe", "NCCL error")
 _TAIL_LINES = 15
+QUITTER = "quitter"
+"""The kind of account of a rank that leaves in the middle of its job: ``sys.exit``, where Python tells no callback."""
 FOLLOWER = "follower"
 """The kind of account that a rank leaves when it stops because another one has told why already."""
 
@@ -49,15 +51,16 @@ class Failure:
     @property
     def was_ended(self) -> bool:
         """Whether the agent ended this rank because of another one."""
-        return not self.text and self.exitcode == -signal.SIGTERM
+        return not self.text and self.kind != QUITTER and self.exitcode == -signal.SIGTERM
 
 
-def write_error_file(error: BaseException, *, kind: str | None = None) -> bool:
+def write_error_file(error: BaseException, *, kind: str | None = None, text: str | None = None) -> bool:
     """Leave an account of an error for whoever started this rank.
 
     Args:
         error: The error.
         kind: What to call it; ``None`` is the name of its class.
+        text: What to show of it; ``None`` is its traceback, or its message where that is enough.
 
     Returns:
         Whether there was somebody to leave it to. The first account stays: later errors of one rank are consequences.
@@ -68,9 +71,9 @@ def write_error_file(error: BaseException, *, kind: str | None = None) -> bool:
     moment = time.time()
     data = {
         "message": {
-            "message": f"{type(error).__name__}: {error}",
+            "message": f"{type(error).__name__}: {_text(error)}",
             "extraInfo": {
-                "py_callstack": format_error(error),
+                "py_callstack": format_error(error) if text is None else text,
                 "timestamp": str(int(moment)),
                 "moment": moment,
                 "kind": kind or type(error).__name__,
@@ -80,6 +83,13 @@ def write_error_file(error: BaseException, *, kind: str | None = None) -> bool:
     }
     Path(path).write_text(json.dumps(data))
     return True
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # noqa: BLE001 - it is the user's method
+        return f"(its __str__ raises {type(broken).__name__})"
 
 
 def format_error(error: BaseException) -> str:
@@ -152,7 +162,10 @@ def tell(cause: Failure, world_size: int, coordinate: Mapping[str, int], log: Pa
         return f"{cause.text}\n{who} failed{where}"
     tail = cause.tail or (read_tail(log) if log is not None else "")
     tail = f"{tail}\n" if tail else ""
-    return f"{tail}{who} {_describe_exit(cause.exitcode)}, without an exception{where}"
+    how = _describe_exit(cause.exitcode)
+    if cause.kind == QUITTER and cause.exitcode <= 1:  # ended by the agent, on its way out
+        how = "left in the middle of its job"
+    return f"{tail}{who} {how}, without an exception{where}"
 
 
 def _describe_exit(exitcode: int) -> str:

@@ -15,12 +15,13 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .errors import ConfigurationError, LaunchError
 from .failures import Failure, find_cause, read_failures, read_tail
@@ -160,25 +161,34 @@ def _watch(config: "LaunchConfig", folder: Path, entrypoint: Callable[..., Any] 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    census = _Census(folder)
+    census = _Census(folder, config.shutdown_timeout or 0)
+    failures = None
     try:
         with census:
-            results: dict[int, Any] = elastic_launch(config, entrypoint)(*arguments)
+            return cast("dict[int, Any]", elastic_launch(config, entrypoint)(*arguments))
     except ChildFailedError as error:
-        cause = _add_tail(find_cause(read_failures(error.failures, folder, census.exitcodes())), folder)
-        raise WorkersFailed(f"rank {cause.rank} failed", cause) from None
+        failures = error.failures
     except SignalException as error:
-        raise Interrupted(int(error.sigval)) from None
+        number = int(error.sigval)
     except KeyboardInterrupt:
-        raise Interrupted(signal.SIGINT) from None
-    return results
+        number = int(signal.SIGINT)
+    # Raised here, where the agent's error and with it the agent and its open files are gone.
+    if failures is None:
+        raise Interrupted(number)
+    cause = _add_tail(find_cause(read_failures(failures, folder, census.exitcodes())), folder)
+    raise WorkersFailed(f"rank {cause.rank} failed", cause)
 
 
 class _Census:
-    """Remembers the forked processes of a launch, whose exit codes the agent does not report when another failed as well."""
+    """Watches beside the agent for what it does not see to.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    It remembers the forked processes of a launch: the agent reports one failed process, whichever it meets first. And it ends
+    the ones that stay when another has failed: the agent gives them half a minute then, whatever its time limit.
+    """
+
+    def __init__(self, folder: Path, patience: float) -> None:
+        self._folder, self._patience = folder, patience
+        self._failed_since: dict[Path, float] = {}
         self._seen: dict[int, Any] = {}
         self._over = threading.Event()
 
@@ -200,8 +210,18 @@ class _Census:
     def _watch(self) -> None:
         from ._compat import child_processes
 
-        while not self._over.wait(0.02):
+        while not self._over.wait(0.05):
             self._seen |= {child.pid: child for child in child_processes() if child.pid is not None}
+            for attempt in {path.parent.parent for path in self._folder.glob("*/attempt_*/*/error.json")}:
+                since = self._failed_since.setdefault(attempt, time.monotonic())
+                if time.monotonic() - since > self._patience:
+                    self._end(attempt)
+
+    def _end(self, attempt: Path) -> None:
+        for path in attempt.glob("*/pid"):
+            with contextlib.suppress(OSError, ValueError):
+                os.kill(int(path.read_text()), signal.SIGKILL)
+            path.unlink(missing_ok=True)
 
 
 def _launch_config(
@@ -294,12 +314,33 @@ def hidden_script() -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet_agent() -> Iterator[None]:
     """The agent's log says in many lines what we say in one screen. Each of its modules has a logger with its own level."""
-    import torch.distributed.launcher.api  # noqa: F401 - makes the loggers
+    with _interrupted_after():
+        import torch.distributed.launcher.api  # noqa: F401 - makes the loggers
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # the agent leaves its log files to the garbage collector
         with _silenced():
             yield
+
+
+@contextlib.contextmanager
+def _interrupted_after() -> Iterator[None]:
+    """Hold a SIGINT back until the block is over: in the middle of importing torch it tears the interpreter apart.
+
+    Raises:
+        Interrupted: One came.
+    """
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise Interrupted(came[0])
 
 
 @contextlib.contextmanager
@@ -348,8 +389,9 @@ def terminable() -> Iterator[None]:
         raise Interrupted(number)
 
     with _restored_signals():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, interrupt)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, interrupt)
         yield
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from .errors import ConfigurationError
 
-__all__ = ["RankLog", "console_ranks"]
+__all__ = ["RankLog", "console_ranks", "flush"]
 
 _FORMAT = "[%(asctime)s][{who}][%(name)s][%(levelname)s] - %(message)s"
 
@@ -69,7 +69,7 @@ class RankLog:
         """Send what is printed from here on to the log, whoever prints it."""
         if self._saved:
             return
-        _flush()
+        flush()
         target = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._saved = [(number, os.dup(number)) for number in (1, 2)]
         for number, _ in self._saved:
@@ -78,7 +78,7 @@ class RankLog:
 
     def give_streams_back(self) -> None:
         """Undo :meth:`take_streams`."""
-        _flush()
+        flush()
         for number, kept in self._saved:
             os.dup2(kept, number)
             os.close(kept)
@@ -86,7 +86,7 @@ class RankLog:
 
     def write_to_console(self, text: str) -> None:
         """Write to the console that this rank had when the log was opened."""
-        _flush()
+        flush()
         os.write(self._saved[1][1] if self._saved else 2, f"{text}\n".encode())
 
     def close(self) -> None:
@@ -112,7 +112,8 @@ def _drop_files(logger: logging.Logger) -> None:
         handler.close()
 
 
-def _flush() -> None:
+def flush() -> None:
+    """Flush what Python has of the two streams; either may be missing or closed."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
+        if stream is not None and not stream.closed:
             stream.flush()

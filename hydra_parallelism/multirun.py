@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
@@ -42,7 +41,8 @@ class _Job:
     folder: Path = field(default_factory=Path)
     sent: worker.SentJob | None = None
     error: Exception | None = None
-    value: Any = None
+    value: bytes | None = None
+    """What rank 0 returned, pickled: it may be of a class of the user's script."""
     seconds: float = 0.0
 
     @property
@@ -180,7 +180,7 @@ def _run(job: _Job, devices: str | None, stop: threading.Event | None = None) ->
     try:
         options = run_mode.options_of(job.config)
         results = launching.run_function(options, job.processes, job.console, worker.run_sent_job, job.sent)
-        job.value = pickle.loads(results[0])
+        job.value = results[0]
     except launching.WorkersFailed as error:
         cause = error.cause
         where = run_mode.place(job.topology, cause.rank) if cause.rank < job.topology.world_size else {}
@@ -224,6 +224,7 @@ def _result(job: _Job) -> JobReturn:
         result.cfg = OmegaConf.masked_copy(job.config, [str(key) for key in job.config if key != "hydra"])
         result.task_name = job.config.hydra.job.name
         result.working_dir = str(job.folder) if job.config.hydra.job.chdir else os.getcwd()
-    result.return_value = job.value if job.error is None else job.error
+    value = pickle.loads(job.value) if job.value is not None else None
+    result.return_value = value if job.error is None else job.error
     result.status = JobStatus.COMPLETED if job.error is None else JobStatus.FAILED
     return result

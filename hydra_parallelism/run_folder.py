@@ -17,7 +17,7 @@ from .errors import LaunchError
 from .interpolations import resolve_cached
 from .world import World
 
-__all__ = ["agree"]
+__all__ = ["agree", "stay"]
 
 
 def agree(config: DictConfig, world: World, store: dist.Store, timeout: timedelta) -> None:
@@ -44,6 +44,13 @@ def agree(config: DictConfig, world: World, store: dist.Store, timeout: timedelt
         config.hydra.run.dir = folder
         if world.rank != 0:
             config.hydra.output_subdir = None
+
+
+def stay(config: DictConfig) -> None:
+    """Keep a rank that is alone, now or since a restart, in the folder of its job's first attempt."""
+    if _note() is not None:
+        with read_write(config), open_dict(config):
+            config.hydra.run.dir = _remember(_choose(config))
 
 
 def _choose(config: DictConfig) -> str:

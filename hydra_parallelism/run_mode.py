@@ -14,7 +14,7 @@ from ._equation import read_degrees
 from .errors import ConfigurationError, LaunchError
 from .failures import tell
 from .launcher_config import TorchrunConfig
-from .logs import console_ranks
+from .logs import console_ranks, flush
 from .topology import Topology, resolve
 from .world import Launcher, World
 
@@ -39,9 +39,11 @@ def enter(config: DictConfig, node: Any, key: str) -> None:
                 raise SystemExit(_start(config, node, key, target))
         return
     assert world is not None
-    if world.size > 1:
-        from . import rendezvous, run_folder
+    from . import rendezvous, run_folder
 
+    if world.size == 1:
+        run_folder.stay(config)
+    else:
         timeout = timedelta(seconds=float(node.runtime.start_timeout_s))
         store = rendezvous.connect(world, "run", timeout=timeout)
         run_folder.agree(config, world, store, timeout)
@@ -96,7 +98,7 @@ def _start(config: DictConfig, node: Any, key: str, target: World) -> int:
         launch.run_script(options, target.size, command, console)
     except launch.WorkersFailed as error:
         _say(tell(error.cause, target.size, place(topology, error.cause.rank), folder / f"ranks/{error.cause.rank}.log"))
-        return 1
+        return error.cause.exitcode if 0 < error.cause.exitcode < 128 else 1
     except (launch.Interrupted, KeyboardInterrupt) as interruption:
         signal = interruption if isinstance(interruption, launch.Interrupted) else launch.Interrupted(2)
         _say(f"{target.size} processes {signal}")
@@ -141,6 +143,7 @@ def refuse_sweep(config: DictConfig) -> None:
 
 
 def _say(text: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    flush()
+    if sys.stderr is not None:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()

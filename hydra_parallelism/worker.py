@@ -1,6 +1,7 @@
 """A process that this library started: tied to its parent, and, in a sweep, running one job of it."""
 
 import ctypes
+import logging
 import os
 import pickle
 import runpy
@@ -17,9 +18,11 @@ from typing import Any
 
 from .errors import LaunchError
 from .failures import write_error_file
+from .logs import flush
 
 __all__ = ["PARENT", "SentJob", "adopt", "run_sent_job", "started_here", "tie_to_parent"]
 
+_log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 _OF_RANK = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_", "OMP_NUM_THREADS")
 
@@ -37,15 +40,27 @@ def started_here() -> bool:
 def adopt() -> None:
     """Take note of the parent, once, if it is the process that the variable names. Its own children must not see it."""
     global _started_here
-    if os.environ.pop(PARENT, None) == str(os.getppid()):
+    parent = os.environ.pop(PARENT, "")
+    if parent == str(os.getppid()):
         _started_here = True
         tie_to_parent(os.getppid())
+        _leave_pid()
         sys.excepthook = _say_no_more_than_the_parent
+    elif parent.isdigit() and not Path(f"/proc/{parent}").exists() and Path("/proc/self").exists():
+        os._exit(1)  # it was killed while this process was starting
 
 
 def _say_no_more_than_the_parent(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    write_error_file(error)
     if not issubclass(kind, KeyboardInterrupt):  # the parent says once that it was interrupted
         sys.__excepthook__(kind, error, trace)
+
+
+def _leave_pid() -> None:
+    """Let whoever watches find this process, beside its error file."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        Path(error_file).with_name("pid").write_text(str(os.getpid()))
 
 
 def tie_to_parent(parent: int) -> None:
@@ -97,8 +112,17 @@ class SentJob:
     """The composed config, pickled: it may name classes of the user's script, so it is read while that runs."""
 
 
-class _JobDone(BaseException):
-    """Unwinds the user's script once its job is over. Not an ``Exception``, so that the script does not catch it."""
+class _JobDone(SystemExit):
+    """Unwinds the user's script once its job is over; ends a thread silently where the script calls main in one."""
+
+
+@dataclass
+class _Outcome:
+    """What the job came to, seen from outside the user's script."""
+
+    is_over: bool = False
+    value: bytes | None = None
+    error: BaseException | None = None
 
 
 def run_sent_job(job: SentJob) -> bytes | None:
@@ -116,31 +140,30 @@ def run_sent_job(job: SentJob) -> bytes | None:
     os.setsid()  # the terminal's Ctrl-C goes to the parent alone, which passes it on once
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
     _die_with(job.parent)
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
-        Path(error_file).with_name("pid").write_text(str(os.getpid()))
+    _leave_pid()
     os.environ.update({name: value for name, value in job.environ.items() if not name.startswith((*_OF_RANK, PARENT))})
     sys.argv = list(job.argv)
-    outcome: list[Any] = []
+    outcome = _Outcome()
     restore = _intercept_hydra(job, outcome)
     try:
         _run_script(job)
-        raise LaunchError(f"{job.script} ended without calling its @hydra.main function")
+        if not outcome.is_over:
+            raise LaunchError(f"{job.script} ended without calling its @hydra.main function")
     except _JobDone:
         pass
-    except BaseException as error:
-        write_error_file(error)
-        raise SystemExit(1) from error
+    except BaseException as error:  # noqa: BLE001 - told below, and to the parent
+        outcome.error = outcome.error or error
     finally:
         restore()
-        sys.stdout.flush()
-    if os.environ["RANK"] != "0":
-        return None
-    try:
-        return pickle.dumps(outcome[0])
-    except Exception as error:
-        write_error_file(LaunchError(f"the task returned a {type(outcome[0]).__name__}, which cannot be sent: {error}"))
-        raise SystemExit(1) from error
+        flush()
+    if outcome.error is not None and not _is_success(outcome.error):
+        write_error_file(outcome.error)
+        raise SystemExit(1) from outcome.error
+    return outcome.value
+
+
+def _is_success(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def _run_script(job: SentJob) -> None:
@@ -150,13 +173,21 @@ def _run_script(job: SentJob) -> None:
         runpy.run_path(job.script, run_name="__main__")
 
 
-def _intercept_hydra(job: SentJob, outcome: list[Any]) -> Callable[[], None]:
+def _intercept_hydra(job: SentJob, outcome: _Outcome) -> Callable[[], None]:
     """Let ``@hydra.main`` run the job that was sent instead of composing one from ``sys.argv``."""
     main = sys.modules["hydra.main"]
     original = main._run_hydra
 
     def run(*args: Any, task_function: Callable[..., Any], **kwargs: Any) -> None:
-        outcome.append(_run_job(job, task_function))
+        try:
+            value = _run_job(job, task_function)
+            # Here, where ``__main__`` is the script: the value may be of a class of its own.
+            outcome.value = _pack(value) if os.environ["RANK"] == "0" else None
+        except BaseException as error:
+            outcome.error = error
+            raise
+        finally:
+            outcome.is_over = True
         raise _JobDone
 
     main._run_hydra = run  # type: ignore[attr-defined]
@@ -165,6 +196,14 @@ def _intercept_hydra(job: SentJob, outcome: list[Any]) -> Callable[[], None]:
         main._run_hydra = original  # type: ignore[attr-defined]
 
     return restore
+
+
+def _pack(value: Any) -> bytes | None:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:  # noqa: BLE001 - pickling runs arbitrary code
+        _log.warning("the job returns None to the sweep: its %s cannot be sent: %s", type(value).__name__, error)
+        return None
 
 
 def _run_job(job: SentJob, task_function: Callable[..., Any]) -> Any:

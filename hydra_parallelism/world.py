@@ -136,7 +136,8 @@ def read(environ: Mapping[str, str] | None = None) -> World | None:
     Raises:
         LaunchError: The variables are incomplete, are no numbers, or contradict each other.
     """
-    env = os.environ if environ is None else environ
+    given = os.environ if environ is None else environ
+    env = {name: value for name, value in given.items() if value}  # an empty variable is an unset one
     if "WORLD_SIZE" in env and "RANK" not in env:
         raise LaunchError(
             f"WORLD_SIZE={env['WORLD_SIZE']} is set but RANK is not, so the place of this process is unknown\n"

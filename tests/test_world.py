@@ -293,11 +293,9 @@ def test_alternatives_are_both_named_when_neither_is_there() -> None:
     ("environ", "name", "value", "launcher"),
     [
         (TORCHRUN, "WORLD_SIZE", "many", "torchrun"),
-        (TORCHRUN, "RANK", "", "torchrun"),
         (TORCHRUN, "LOCAL_RANK", "1.0", "torchrun"),
         (TORCHRUN, "LOCAL_WORLD_SIZE", "2x", "torchrun"),
         (SRUN, "SLURM_STEP_TASKS_PER_NODE", "two", "srun"),
-        (SRUN, "SLURM_STEP_TASKS_PER_NODE", "", "srun"),
         (SRUN, "SLURM_NODEID", "n1", "srun"),
         (PMI, "PMI_RANK", "0x1", "PMI"),
     ],
@@ -406,3 +404,7 @@ def test_no_more_accelerators_count_than_are_there() -> None:
     assert count_accelerators({"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(64)))}) == present
     assert count_accelerators({"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}) == (2 if present else 0)
     assert count_accelerators({"CUDA_VISIBLE_DEVICES": "GPU-a"}) == min(1, present)
+
+
+def test_an_empty_variable_is_an_unset_one() -> None:
+    assert read({"RANK": "", "WORLD_SIZE": ""}) is None

@@ -24,6 +24,8 @@ def main(config: DictConfig) -> float:
     _app.say(f"BODY rank {context.rank} pid {os.getpid()} value {config.value}")
     log.info("at work")
     print("printed", flush=True)
+    if config.ignore and context.rank != config.rank:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if config.fate == "sleep":
         time.sleep(300)
     if context.rank == config.rank and (not config.once or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
@@ -34,6 +36,13 @@ def main(config: DictConfig) -> float:
     return total.item() / context.world_size
 
 
+class Mute(Exception):
+    """Cannot be printed."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
 def meet(fate: str, rank: int) -> None:
     if fate == "raise":
         raise ValueError(f"boom-{rank}")
@@ -41,6 +50,10 @@ def meet(fate: str, rank: int) -> None:
         os._exit(3)
     if fate == "quit":
         sys.exit(4)
+    if fate == "base":
+        raise GeneratorExit(f"base-{rank}")
+    if fate == "mute":
+        raise Mute
     if fate == "word":
         sys.exit("a last word")
     if fate == "kill":
