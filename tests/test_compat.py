@@ -1,0 +1,84 @@
+"""Canaries: private names of others that this library touches. One fails here before something subtle fails elsewhere."""
+
+import inspect
+import multiprocessing
+import sys
+from multiprocessing import forkserver, process
+
+import hydra.main  # noqa: F401 - the module, which the function of the same name hides
+import pytest
+from hydra.core.config_store import ConfigNode, ConfigStore
+from hydra.core.utils import JobReturn
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
+from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from hydra_parallelism import _compat, local_rendezvous
+from hydra_parallelism.store import register
+
+
+def test_process_groups() -> None:
+    assert callable(c10d._get_default_store)
+    assert hasattr(c10d._world, "pg_map")
+    assert _compat.registered_groups() == 0
+
+
+def test_caches_of_dtensor() -> None:
+    assert callable(_clear_sharding_prop_cache)
+    assert callable(_redistribute.clear_redistribute_planner_cache)
+    for cached in (
+        _redistribute._gen_transform_infos,
+        type(DTensor._op_dispatcher.sharding_propagator)._propagate_tensor_meta_cached,
+        MeshTopoInfo.build_from_mesh,
+    ):
+        assert callable(cached.cache_clear)
+    _compat.release_meshes()
+
+
+def test_children_of_multiprocessing() -> None:
+    assert isinstance(process._children, set)  # type: ignore[attr-defined]
+    assert callable(forkserver.ensure_running)
+    child = multiprocessing.get_context("spawn").Process(target=int)
+    child.start()
+    assert child in _compat.child_processes()
+    child.join(30)
+
+
+def test_the_agent_takes_our_rendezvous() -> None:
+    local_rendezvous.register()
+    local_rendezvous.register()
+    assert local_rendezvous.BACKEND in rendezvous_handler_registry._registry
+    handler = local_rendezvous.LocalRendezvous("job")
+    first, second = handler.next_rendezvous(), handler.next_rendezvous()
+    assert (first.rank, first.world_size, handler.num_nodes_waiting(), handler.is_closed()) == (0, 1, 0, False)
+    assert first.bootstrap_store_info is not None
+    assert second.bootstrap_store_info is not None
+    assert first.bootstrap_store_info.master_port != second.bootstrap_store_info.master_port
+    handler.shutdown()
+
+
+def test_hydra_main_calls_a_module_level_function() -> None:
+    assert callable(sys.modules["hydra.main"]._run_hydra)  # type: ignore[attr-defined]
+    source = inspect.getsource(sys.modules["hydra.main"])
+    assert "_run_hydra(" in source
+    assert "task_function=task_function" in source
+
+
+def test_entries_of_the_config_store_are_read_through_node() -> None:
+    register()
+    store = ConfigStore.instance()
+    entry = store.repo["parallelism"]["hsdp.yaml"]
+    assert isinstance(entry, ConfigNode)
+    assert store.load("parallelism/hsdp.yaml").node.dp_shard == -1
+    assert store.load("parallelism/hsdp.yaml").node.dp_shard == -1
+    assert store.list("parallelism/fsdp") == ["bf16.yaml", "offload.yaml"]
+
+
+def test_results_hold_what_the_task_returned_or_raised() -> None:
+    result = JobReturn()
+    result.return_value = ValueError("x")
+    assert isinstance(result._return_value, ValueError)
+    with pytest.raises(AssertionError):
+        _ = result.return_value
