@@ -105,7 +105,7 @@ def format_error(error: BaseException) -> str:
     return "".join(report.format()).rstrip()
 
 
-def read_failures(failures: Mapping[int, Any], folder: Path, exitcodes: Mapping[int, int]) -> list[Failure]:
+def read_failures(failures: Mapping[int, Any], attempt: Path, exitcodes: Mapping[int, int]) -> list[Failure]:
     """How the ranks of a failed start ended.
 
     Torch's agent reports the failures that it has seen at one moment, which need not hold the cause, so what every rank left
@@ -113,12 +113,11 @@ def read_failures(failures: Mapping[int, Any], folder: Path, exitcodes: Mapping[
 
     Args:
         failures: Torch elastic's ``ProcessFailure`` objects by rank.
-        folder: The agent's log folder, with ``*/attempt_<n>/<rank>/error.json``.
+        attempt: The agent's folder of this start of the ranks, with ``<rank>/error.json``.
         exitcodes: Exit codes by rank, as far as known from elsewhere.
     """
     found = {rank: failure.exitcode for rank, failure in failures.items()} | {r: c for r, c in exitcodes.items() if c}
-    attempts = sorted(folder.glob("*/attempt_*"), key=lambda path: int(path.name.removeprefix("attempt_")))
-    files = {int(path.parent.name): path for path in attempts[-1].glob("*/error.json")} if attempts else {}
+    files = {int(path.parent.name): path for path in attempt.glob("*/error.json")}
     return [_read_failure(rank, found.get(rank, 1), files.get(rank)) for rank in sorted({*found, *files})]
 
 

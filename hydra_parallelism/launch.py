@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 from .errors import ConfigurationError, LaunchError
 from .failures import Failure, find_cause, read_failures, read_tail
 from .launcher_config import TorchrunConfig
-from .worker import PARENT
+from .worker import PARENT, read_pid, start_time
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -175,7 +175,9 @@ def _watch(config: "LaunchConfig", folder: Path, entrypoint: Callable[..., Any] 
     # Raised here, where the agent's error and with it the agent and its open files are gone.
     if failures is None:
         raise Interrupted(number)
-    cause = _add_tail(find_cause(read_failures(failures, folder, census.exitcodes())), folder)
+    attempts = census.attempts()
+    newest = attempts[-1] if attempts else folder
+    cause = _add_tail(find_cause(read_failures(failures, newest, census.exitcodes())), newest)
     raise WorkersFailed(f"rank {cause.rank} failed", cause)
 
 
@@ -188,6 +190,7 @@ class _Census:
 
     def __init__(self, folder: Path, patience: float) -> None:
         self._folder, self._patience = folder, patience
+        self._earlier = set(folder.glob("*"))  # a log_dir of the user's own keeps what other runs left
         self._failed_since: dict[Path, float] = {}
         self._seen: dict[int, Any] = {}
         self._over = threading.Event()
@@ -198,13 +201,20 @@ class _Census:
     def __exit__(self, *exception: object) -> None:
         self._over.set()
 
+    def attempts(self) -> list[Path]:
+        """The agent's folders of this launch, one for each start of the ranks, in order."""
+        runs = [path for path in self._folder.glob("*") if path not in self._earlier]
+        found = [path for run in runs for path in run.glob("attempt_*")]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("attempt_")))
+
     def exitcodes(self) -> dict[int, int]:
-        """Exit code by rank, of those that have ended; each has left its process id beside its error file."""
+        """Exit code by rank, of those forked processes that have ended."""
         codes: dict[int, int] = {}
-        for path in self._folder.glob("*/attempt_*/*/pid"):
-            process = self._seen.get(int(path.read_text() or 0))
-            if process is not None and process.exitcode is not None:
-                codes[int(path.parent.name)] = process.exitcode
+        for attempt in self.attempts():
+            for path in attempt.glob("*/pid"):
+                process = self._seen.get(read_pid(path)[0])
+                if process is not None and process.exitcode is not None:
+                    codes[int(path.parent.name)] = process.exitcode
         return codes
 
     def _watch(self) -> None:
@@ -212,16 +222,19 @@ class _Census:
 
         while not self._over.wait(0.05):
             self._seen |= {child.pid: child for child in child_processes() if child.pid is not None}
-            for attempt in {path.parent.parent for path in self._folder.glob("*/attempt_*/*/error.json")}:
-                since = self._failed_since.setdefault(attempt, time.monotonic())
-                if time.monotonic() - since > self._patience:
-                    self._end(attempt)
+            for attempt in self.attempts():
+                if any(attempt.glob("*/error.json")):
+                    since = self._failed_since.setdefault(attempt, time.monotonic())
+                    if time.monotonic() - since > self._patience:
+                        _kill_those_of(attempt)
 
-    def _end(self, attempt: Path) -> None:
-        for path in attempt.glob("*/pid"):
-            with contextlib.suppress(OSError, ValueError):
-                os.kill(int(path.read_text()), signal.SIGKILL)
-            path.unlink(missing_ok=True)
+
+def _kill_those_of(attempt: Path) -> None:
+    for path in attempt.glob("*/pid"):
+        pid, began = read_pid(path)
+        if began and began == start_time(pid):  # still the process that wrote it
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _launch_config(
@@ -410,8 +423,7 @@ def _restored_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _add_tail(cause: Failure, folder: Path) -> Failure:
+def _add_tail(cause: Failure, attempt: Path) -> Failure:
     if cause.text:
         return cause
-    newest = sorted(folder.glob(f"*/attempt_*/{cause.rank}"), key=lambda path: path.stat().st_mtime)
-    return replace(cause, tail=read_tail(*(newest[-1] / name for name in ("stdout.log", "stderr.log")))) if newest else cause
+    return replace(cause, tail=read_tail(*(attempt / str(cause.rank) / name for name in ("stdout.log", "stderr.log"))))

@@ -20,7 +20,7 @@ from .errors import LaunchError
 from .failures import write_error_file
 from .logs import flush
 
-__all__ = ["PARENT", "SentJob", "adopt", "run_sent_job", "started_here", "tie_to_parent"]
+__all__ = ["PARENT", "SentJob", "adopt", "read_pid", "run_sent_job", "start_time", "started_here", "tie_to_parent"]
 
 _log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
@@ -60,7 +60,24 @@ def _leave_pid() -> None:
     """Let whoever watches find this process, beside its error file."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
-        Path(error_file).with_name("pid").write_text(str(os.getpid()))
+        Path(error_file).with_name("pid").write_text(f"{os.getpid()} {start_time(os.getpid())}")
+
+
+def read_pid(path: Path) -> tuple[int, str]:
+    """Process id and start time from what a process has left; ``(0, "")`` while it is being written."""
+    try:
+        pid, _, began = path.read_text().partition(" ")
+        return int(pid), began
+    except (OSError, ValueError):
+        return 0, ""
+
+
+def start_time(pid: int) -> str:
+    """When a process started, in the kernel's ticks: with its id it is unique. Empty when it is gone, or not on Linux."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
 
 
 def tie_to_parent(parent: int) -> None:

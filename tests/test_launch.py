@@ -278,6 +278,23 @@ def test_restarts_keep_the_folder(tmp_path: Path) -> None:
     assert log.count("at work") == 2
 
 
+def test_a_log_dir_of_ones_own_keeps_runs_apart(tmp_path: Path) -> None:
+    command = python("fate.py", "parallelism=fsdp", "hydra.launcher.nproc_per_node=2", "hydra.launcher.log_dir=logs")
+    first = run([*command, "fate=raise", "rank=1", "hydra.run.dir=a"], tmp_path)
+    assert "ValueError: boom-1" in first.text
+    second = run([*command, "fate=exit", "rank=0", "hydra.run.dir=b"], tmp_path)
+    assert "rank 0 of 2" in second.text
+    assert "boom-1" not in second.text
+    assert len(list(tmp_path.glob("logs/*/attempt_0/1/stderr.log"))) == 2
+
+
+def test_no_standard_streams(tmp_path: Path) -> None:
+    parts = [str(part) for part in python("say.py", "parallelism.dp_shard=2", "hydra.run.dir=out", warnings="ignore")]
+    outcome = run(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "-", *parts], tmp_path)
+    assert outcome.code == 0, outcome.text
+    assert len(list(tmp_path.glob("out/ranks/*.log"))) == 2
+
+
 def test_nothing_is_left_in_the_temporary_folder(tmp_path: Path) -> None:
     env = clean_environment(TMPDIR=str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()

@@ -111,6 +111,38 @@ def test_a_script_without_a_guard_and_without_a_preset(tmp_path: Path) -> None:
     assert body_lines(outcome) == ["BODY x 1", "BODY x 2", "BODY x 3"]
 
 
+VALUES = """
+import dataclasses, sys, threading
+import hydra
+kw = ({"version_base": None} if hydra.__version__.startswith("1.3")
+      else {"execution_whitelist": ["hydra_parallelism.callback.ParallelismCallback"]})
+
+@dataclasses.dataclass
+class Mine:
+    loss: float
+
+@hydra.main(config_path=None, **kw)
+def main(config):
+    if config.how == "mine":
+        return Mine(0.5)
+    if config.how == "lock":
+        return threading.Lock()
+    if config.how == "zero":
+        sys.exit(0)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_what_a_task_returns_need_not_be_a_number(tmp_path: Path) -> None:
+    (tmp_path / "app.py").write_text(VALUES)
+    outcome = run([sys.executable, "app.py", "-m", "hydra/launcher=torchrun", "+how=mine,lock,zero"], tmp_path)
+    assert outcome.code == 0, outcome.text
+    assert "the job returns None to the sweep: its lock cannot be sent" in outcome.text
+    assert outcome.text.count("cannot be sent") == 1
+
+
 def test_parallel_jobs_overlap_within_the_slots(tmp_path: Path) -> None:
     options = ("hydra.launcher.max_parallel_jobs=3", "hydra.launcher.cpu_slots=4", "hydra.sweep.dir=sweep")
     degrees = ("parallelism=fsdp", "parallelism.dp_shard=2,4", "value=1,2")
