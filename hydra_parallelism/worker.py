@@ -59,8 +59,12 @@ def _say_no_more_than_the_parent(kind: type[BaseException], error: BaseException
 def _leave_pid() -> None:
     """Let whoever watches find this process, beside its error file."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
+    if not error_file:
+        return
+    try:
         Path(error_file).with_name("pid").write_text(f"{os.getpid()} {start_time(os.getpid())}")
+    except FileNotFoundError:  # the parent was interrupted while this process was starting, and has cleaned up
+        os._exit(1)
 
 
 def read_pid(path: Path) -> tuple[int, str]:

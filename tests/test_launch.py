@@ -236,7 +236,10 @@ def test_ctrl_c_while_it_is_starting(moment: float, tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     text, _ = process.communicate(timeout=20)
     assert process.returncode == 130, text
-    assert "Traceback" not in text
+    assert "4 processes ended by SIGINT" in text
+    # A process that Python itself is still starting in may say KeyboardInterrupt; nothing else has a reason to complain.
+    errors = [line for line in text.splitlines() if line.endswith("Error") or "Error:" in line]
+    assert not errors, text
     assert gone_within(5, f"+marker={tmp_path.name}")
 
 
