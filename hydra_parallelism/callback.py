@@ -61,7 +61,7 @@ class ParallelismCallback(Callback):
         from . import run_mode
 
         try:
-            run_mode.refuse_sweep(config)
+            run_mode.refuse_sweep()
         except Exception as error:  # noqa: BLE001
             self._leave(error)
 

@@ -15,7 +15,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +22,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from .census import Census
 from .errors import ConfigurationError, LaunchError
 from .failures import Failure, find_cause, read_failures, read_tail
 from .launcher_config import TorchrunConfig
-from .worker import PARENT, read_pid, start_time
+from .worker import PARENT
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -161,7 +161,7 @@ def _watch(config: "LaunchConfig", folder: Path, entrypoint: Callable[..., Any] 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    census = _Census(folder, config.shutdown_timeout or 0)
+    census = Census(folder, config.shutdown_timeout or 0)
     failures = None
     try:
         with census:
@@ -179,62 +179,6 @@ def _watch(config: "LaunchConfig", folder: Path, entrypoint: Callable[..., Any] 
     newest = attempts[-1] if attempts else folder
     cause = _add_tail(find_cause(read_failures(failures, newest, census.exitcodes())), newest)
     raise WorkersFailed(f"rank {cause.rank} failed", cause)
-
-
-class _Census:
-    """Watches beside the agent for what it does not see to.
-
-    It remembers the forked processes of a launch: the agent reports one failed process, whichever it meets first. And it ends
-    the ones that stay when another has failed: the agent gives them half a minute then, whatever its time limit.
-    """
-
-    def __init__(self, folder: Path, patience: float) -> None:
-        self._folder, self._patience = folder, patience
-        self._earlier = set(folder.glob("*"))  # a log_dir of the user's own keeps what other runs left
-        self._failed_since: dict[Path, float] = {}
-        self._seen: dict[int, Any] = {}
-        self._over = threading.Event()
-
-    def __enter__(self) -> None:
-        threading.Thread(target=self._watch, daemon=True, name="hydra_parallelism census").start()
-
-    def __exit__(self, *exception: object) -> None:
-        self._over.set()
-
-    def attempts(self) -> list[Path]:
-        """The agent's folders of this launch, one for each start of the ranks, in order."""
-        runs = [path for path in self._folder.glob("*") if path not in self._earlier]
-        found = [path for run in runs for path in run.glob("attempt_*")]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("attempt_")))
-
-    def exitcodes(self) -> dict[int, int]:
-        """Exit code by rank, of those forked processes that have ended."""
-        codes: dict[int, int] = {}
-        for attempt in self.attempts():
-            for path in attempt.glob("*/pid"):
-                process = self._seen.get(read_pid(path)[0])
-                if process is not None and process.exitcode is not None:
-                    codes[int(path.parent.name)] = process.exitcode
-        return codes
-
-    def _watch(self) -> None:
-        from ._compat import child_processes
-
-        while not self._over.wait(0.05):
-            self._seen |= {child.pid: child for child in child_processes() if child.pid is not None}
-            for attempt in self.attempts():
-                if any(attempt.glob("*/error.json")):
-                    since = self._failed_since.setdefault(attempt, time.monotonic())
-                    if time.monotonic() - since > self._patience:
-                        _kill_those_of(attempt)
-
-
-def _kill_those_of(attempt: Path) -> None:
-    for path in attempt.glob("*/pid"):
-        pid, began = read_pid(path)
-        if began and began == start_time(pid):  # still the process that wrote it
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
 
 def _launch_config(

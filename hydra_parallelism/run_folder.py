@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from .errors import LaunchError
 from .interpolations import resolve_cached
+from .worker import RUN_DIR
 from .world import World
 
 __all__ = ["agree", "stay"]
@@ -55,7 +56,7 @@ def stay(config: DictConfig) -> None:
 
 def _choose(config: DictConfig) -> str:
     # Whoever started these processes has chosen already, and shows the user that folder.
-    return os.environ.get("HYDRA_PARALLELISM_RUN_DIR") or os.path.abspath(str(config.hydra.run.dir))
+    return os.environ.get(RUN_DIR) or os.path.abspath(str(config.hydra.run.dir))
 
 
 def _remember(folder: str) -> str:

@@ -16,12 +16,10 @@ from .failures import tell
 from .launcher_config import TorchrunConfig
 from .logs import console_ranks, flush
 from .topology import Topology, resolve
+from .worker import RUN_DIR
 from .world import Launcher, World
 
 __all__ = ["enter", "is_ours", "options_of", "planned", "refuse_sweep"]
-
-RUN_DIR = "HYDRA_PARALLELISM_RUN_DIR"
-"""The output folder that the parent has chosen for the processes it starts."""
 
 
 def enter(config: DictConfig, node: Any, key: str) -> None:
@@ -127,7 +125,7 @@ def _command() -> list[str]:
     return [sys.executable, *rest]
 
 
-def refuse_sweep(config: DictConfig) -> None:
+def refuse_sweep() -> None:
     """Refuse ``torchrun ... train.py -m``: every rank would run the sweep on its own.
 
     Raises:

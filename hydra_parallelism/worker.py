@@ -20,7 +20,7 @@ from .errors import LaunchError
 from .failures import write_error_file
 from .logs import flush
 
-__all__ = ["PARENT", "SentJob", "adopt", "read_pid", "run_sent_job", "start_time", "started_here", "tie_to_parent"]
+__all__ = ["PARENT", "RUN_DIR", "SentJob", "adopt", "read_pid", "run_sent_job", "start_time", "started_here", "tie_to_parent"]
 
 _log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
@@ -29,6 +29,8 @@ _OF_RANK = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCH
 
 PARENT = "HYDRA_PARALLELISM_PARENT"
 """Set for processes that this library starts: the process that watches them."""
+RUN_DIR = "HYDRA_PARALLELISM_RUN_DIR"
+"""The output folder that the parent of a plain run has chosen for the processes it starts."""
 _started_here = False
 
 

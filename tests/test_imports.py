@@ -21,8 +21,8 @@ WITHOUT_TORCH = (
 """Everything that Hydra imports on its own account is here, and what the callback needs before a job starts."""
 ORDER = (
     *WITHOUT_TORCH,
-    "_compat", "local_rendezvous", "launch", "slots", "rendezvous", "agreement", "device", "options", "mesh", "runtime",
-    "record", "run_folder", "run_mode", "multirun", "callback",
+    "_compat", "census", "local_rendezvous", "launch", "slots", "rendezvous", "agreement", "device", "options", "mesh",
+    "runtime", "record", "run_folder", "run_mode", "multirun", "callback",
 )  # fmt: skip
 """Each of these may import those before it."""
 DOORBELL = sorted((ROOT / "hydra_plugins").rglob("*.py"))
