@@ -22,7 +22,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from . import interpolations, resolvers, worker, world
+from . import interpolations, memory, resolvers, worker, world
 from .errors import ConfigurationError, ParallelismError
 from .failures import FOLLOWER, QUITTER, format_error, write_error_file
 from .logs import RankLog, console_ranks
@@ -46,6 +46,7 @@ class ParallelismCallback(Callback):
         self.node = node
         self._log: RankLog | None = None
         self._profiler: Any = None
+        self._device_type: str | None = None
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Before a plain run makes its folder: start the processes it asks for, or agree with them on the folder."""
@@ -84,6 +85,8 @@ class ParallelismCallback(Callback):
         atexit.unregister(_leave_account_of_quitting)
         if job_return.status is JobStatus.FAILED and isinstance(job_return._return_value, Exception):
             self._report(job_return._return_value)
+        if self._device_type is not None:
+            memory.attach(job_return, [memory.peak(self._device_type)])
         runtime.shutdown()
         _resume(self._profiler)
         self._profiler = None
@@ -106,6 +109,8 @@ class ParallelismCallback(Callback):
         self._open_log(config, node)
         interpolations.check(config)
         context = runtime.init(node, key=self.node, announce=self._announce)
+        self._device_type = context.device.type
+        memory.reset(self._device_type)
         if worker.started_here():
             atexit.register(_leave_account_of_quitting)
         if config.hydra.output_subdir is not None or context.rank != 0:

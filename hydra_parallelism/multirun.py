@@ -1,5 +1,7 @@
 """The jobs of a sweep: each on fresh processes, as many as its own degrees ask for, some at a time."""
 
+import functools
+import io
 import logging
 import os
 import pickle
@@ -10,12 +12,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from . import interpolations, run_mode, worker
+from . import interpolations, memory, run_mode, worker
 from . import launch as launching
 from .errors import ConfigurationError, LaunchError
 from .failures import tell
@@ -23,9 +27,19 @@ from .logs import console_ranks
 from .slots import Slots
 from .topology import Topology, resolve
 
-__all__ = ["launch"]
+__all__ = ["Watch", "headline", "launch"]
 
 _log = logging.getLogger(__name__)
+
+
+class Watch(Protocol):
+    """Is told of each job as it starts and ends, from several threads when several jobs run at a time."""
+
+    def started(self, number: int) -> None:
+        """A job's processes are about to start."""
+
+    def ended(self, number: int, result: JobReturn, seconds: float) -> None:
+        """A job has ended, well or not; also one that could not be started. Not one that a signal ended."""
 
 
 @dataclass
@@ -41,19 +55,32 @@ class _Job:
     folder: Path = field(default_factory=Path)
     sent: worker.SentJob | None = None
     error: Exception | None = None
-    value: bytes | None = None
-    """What rank 0 returned, pickled: it may be of a class of the user's script."""
-    seconds: float = 0.0
-
+    main: ModuleType = field(default_factory=lambda: sys.modules["__main__"])
+    """The user's script, which is hidden while jobs run."""
+    value: Any = None
+    """What rank 0 returned."""
+    peak_memory: list[int] = field(default_factory=list)
+    """Bytes, by rank; empty when the job failed."""
     @property
     def name(self) -> str:
         return f"#{self.number} {' '.join(filter_overrides(list(self.overrides)))}".rstrip()
 
 
 def launch(
-    loader: ConfigLoader, config: DictConfig, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    loader: ConfigLoader,
+    config: DictConfig,
+    job_overrides: Sequence[Sequence[str]],
+    numbers: Sequence[int],
+    watch: Watch | None = None,
 ) -> list[JobReturn]:
     """Run jobs and return one result each, in order.
+
+    Args:
+        loader: Hydra's.
+        config: The sweep's.
+        job_overrides: What each job overrides.
+        numbers: The number of each job, which also names its folder.
+        watch: Told of each job, in place of the log lines that say the same.
 
     Raises:
         ConfigurationError: The launcher's options are not valid.
@@ -70,18 +97,20 @@ def launch(
         )
     Path(str(config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
     launching.start_server(options)
-    jobs = [_prepare(loader, config, list(each), initial_job_idx + i) for i, each in enumerate(job_overrides)]
-    _log.info("Launching %d jobs, %d at a time", len(jobs), options.max_parallel_jobs)
+    jobs = [_prepare(loader, config, list(each), number) for each, number in zip(job_overrides, numbers, strict=True)]
+    if watch is None:
+        _log.info("Launching %d jobs, %d at a time", len(jobs), options.max_parallel_jobs)
     largest = max((job.processes for job in jobs), default=1)
     try:
         with launching.supervising(options), launching.hidden_script():
-            _run_all(jobs, options.max_parallel_jobs, Slots(options.cpu_slots, largest))
+            _run_all(jobs, options.max_parallel_jobs, Slots(options.cpu_slots, largest), watch or _Log(jobs))
     except (launching.Interrupted, KeyboardInterrupt) as interruption:
         signal = interruption if isinstance(interruption, launching.Interrupted) else launching.Interrupted(2)
         _log.error("the sweep was %s", signal)
         raise SystemExit(128 + signal.number) from None
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)
-    _summarize(jobs)
+    if watch is None:
+        _summarize(jobs)
     return [_result(job) for job in jobs]
 
 
@@ -136,15 +165,34 @@ def _pack(config: DictConfig) -> worker.SentJob:
     return worker.SentJob(script, is_module, os.getpid(), tuple(sys.argv), dict(os.environ), pickle.dumps(config))
 
 
-def _run_all(jobs: list[_Job], at_a_time: int, slots: Slots) -> None:
+class _Log:
+    """The watch of a sweep that nobody watches: a log line for each job that starts or fails."""
+
+    def __init__(self, jobs: list[_Job]) -> None:
+        self._jobs = {job.number: job for job in jobs}
+
+    def started(self, number: int) -> None:
+        job = self._jobs[number]
+        _log.info("\t%s: %d process(es)", job.name, job.processes)
+
+    def ended(self, number: int, result: JobReturn, seconds: float) -> None:
+        job = self._jobs[number]
+        if job.error is not None and job.sent is not None:
+            _log.error("\t%s failed after %.1f s: %s", job.name, seconds, headline(job.error))
+
+
+def _run_all(jobs: list[_Job], at_a_time: int, slots: Slots, watch: Watch) -> None:
+    for job in jobs:
+        if job.error is not None:
+            watch.ended(job.number, _result(job), 0.0)
     ready = [job for job in jobs if job.error is None]
     if at_a_time == 1:
         for job in ready:
-            _run(job, None)
+            _run(job, None, watch)
         return
     stop = threading.Event()
     with ThreadPoolExecutor(at_a_time) as pool:
-        futures = [pool.submit(_run_in_slots, job, slots, stop) for job in ready]
+        futures = [pool.submit(_run_in_slots, job, slots, watch, stop) for job in ready]
         try:
             with launching.terminable():
                 _wait(futures)
@@ -154,12 +202,16 @@ def _run_all(jobs: list[_Job], at_a_time: int, slots: Slots) -> None:
             raise
 
 
-def _run_in_slots(job: _Job, slots: Slots, stop: threading.Event) -> None:
-    with slots.take(job.processes, stop) as devices:
-        if stop.is_set():
-            job.error = LaunchError("not started: the sweep was interrupted")
-            return
-        _run(job, devices, stop)
+def _run_in_slots(job: _Job, slots: Slots, watch: Watch, stop: threading.Event) -> None:
+    try:
+        with slots.take(job.processes, stop) as devices:
+            if stop.is_set():
+                job.error = LaunchError("not started: the sweep was interrupted")
+                return
+            _run(job, devices, watch, stop)
+    except LaunchError as error:  # more processes than there are accelerators
+        job.error = error
+        watch.ended(job.number, _result(job), 0.0)
 
 
 def _wait(futures: list["Future[None]"]) -> None:
@@ -170,26 +222,45 @@ def _wait(futures: list["Future[None]"]) -> None:
         future.result()
 
 
-def _run(job: _Job, devices: str | None, stop: threading.Event | None = None) -> None:
+def _run(job: _Job, devices: str | None, watch: Watch, stop: threading.Event | None = None) -> None:
     assert job.config is not None
     assert job.sent is not None
-    _log.info("\t%s: %d process(es)", job.name, job.processes)
+    watch.started(job.number)
     if devices is not None:
         job.sent.environ["CUDA_VISIBLE_DEVICES"] = devices
     began = time.monotonic()
     try:
         options = run_mode.options_of(job.config)
         results = launching.run_function(options, job.processes, job.console, worker.run_sent_job, job.sent)
-        job.value = results[0]
+        job.value = _unpack(results[0].value, job.main)
+        job.peak_memory = [peak for _, result in sorted(results.items()) for peak in result.peak_memory]
     except launching.WorkersFailed as error:
         cause = error.cause
         where = run_mode.place(job.topology, cause.rank) if cause.rank < job.topology.world_size else {}
-        job.error = LaunchError(tell(cause, job.processes, where, job.folder / f"ranks/{cause.rank}.log"))
+        text = tell(cause, job.processes, where, job.folder / f"ranks/{cause.rank}.log")
+        job.error = launching.WorkersFailed(text, cause)
     except Exception as error:  # noqa: BLE001 - the other jobs run
         job.error = error
-    job.seconds = time.monotonic() - began
-    if job.error is not None and not (stop and stop.is_set()):
-        _log.error("\t%s failed after %.1f s: %s", job.name, job.seconds, _headline(job.error))
+    if not (stop and stop.is_set()):
+        watch.ended(job.number, _result(job), time.monotonic() - began)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds the classes of the user's script while that is hidden."""
+
+    def __init__(self, data: bytes, main: ModuleType) -> None:
+        super().__init__(io.BytesIO(data))
+        self._main = main
+
+    def find_class(self, module: str, name: str) -> Any:
+        """As always, but ``__main__`` is the script."""
+        if module == "__main__":
+            return functools.reduce(getattr, name.split("."), self._main)
+        return super().find_class(module, name)
+
+
+def _unpack(value: bytes | None, main: ModuleType) -> Any:
+    return None if value is None else _Unpickler(value, main).load()
 
 
 def _summarize(jobs: list[_Job]) -> None:
@@ -199,13 +270,13 @@ def _summarize(jobs: list[_Job]) -> None:
     lines = [f"{len(jobs) - len(failed)} of {len(jobs)} jobs succeeded, {len(failed)} failed:"]
     for job in failed:
         assert job.error is not None
-        lines.append(f"\t{job.name}: {_headline(job.error)}")
+        lines.append(f"\t{job.name}: {headline(job.error)}")
         if job.folder != Path():
             lines.append(f"\t\tin {job.folder}")
     _log.error("\n".join(lines))
 
 
-def _headline(error: Exception) -> str:
+def headline(error: BaseException) -> str:
     """The line that says what happened: of a traceback the last one, of a death how it came, of a message the first."""
     text = str(error).strip().splitlines()
     deaths = [line for line in text if line.startswith("rank ") and line.endswith(", without an exception")]
@@ -224,7 +295,7 @@ def _result(job: _Job) -> JobReturn:
         result.cfg = OmegaConf.masked_copy(job.config, [str(key) for key in job.config if key != "hydra"])
         result.task_name = job.config.hydra.job.name
         result.working_dir = str(job.folder) if job.config.hydra.job.chdir else os.getcwd()
-    value = pickle.loads(job.value) if job.value is not None else None
-    result.return_value = value if job.error is None else job.error
+    memory.attach(result, job.peak_memory)
+    result.return_value = job.value if job.error is None else job.error
     result.status = JobStatus.COMPLETED if job.error is None else JobStatus.FAILED
     return result

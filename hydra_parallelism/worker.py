@@ -14,13 +14,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from . import memory
 from .errors import LaunchError
 from .failures import write_error_file
 from .logs import flush
 
-__all__ = ["PARENT", "RUN_DIR", "SentJob", "adopt", "read_pid", "run_sent_job", "start_time", "started_here", "tie_to_parent"]
+if TYPE_CHECKING:
+    from hydra.core.utils import JobReturn
+
+__all__ = [
+    "PARENT",
+    "RUN_DIR",
+    "Returned",
+    "SentJob",
+    "adopt",
+    "read_pid",
+    "run_sent_job",
+    "start_time",
+    "started_here",
+    "tie_to_parent",
+]
 
 _log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
@@ -135,6 +150,16 @@ class SentJob:
     """The composed config, pickled: it may name classes of the user's script, so it is read while that runs."""
 
 
+@dataclass(frozen=True)
+class Returned:
+    """What one rank of a job sends back."""
+
+    value: bytes | None = None
+    """Rank 0's return value, pickled."""
+    peak_memory: tuple[int, ...] = ()
+    """Bytes, of this rank alone; nothing when no callback has measured."""
+
+
 class _JobDone(SystemExit):
     """Unwinds the user's script once its job is over; ends a thread silently where the script calls main in one."""
 
@@ -144,18 +169,18 @@ class _Outcome:
     """What the job came to, seen from outside the user's script."""
 
     is_over: bool = False
-    value: bytes | None = None
+    returned: Returned = Returned()
     error: BaseException | None = None
 
 
-def run_sent_job(job: SentJob) -> bytes | None:
+def run_sent_job(job: SentJob) -> Returned:
     """Run the user's script as ``__main__`` up to its ``@hydra.main``, which runs the job that was sent. On every rank.
 
     Nothing of the task is pickled: the script is executed again, as torchrun would, so ``python train.py``, ``python -m``,
     console scripts and tasks defined in ``__main__`` all work.
 
     Returns:
-        Rank 0's return value, pickled.
+        Rank 0's return value, and the memory that this rank took.
     """
     global _started_here
     _started_here = True
@@ -182,7 +207,7 @@ def run_sent_job(job: SentJob) -> bytes | None:
     if outcome.error is not None and not _is_success(outcome.error):
         write_error_file(outcome.error)
         raise SystemExit(1) from outcome.error
-    return outcome.value
+    return outcome.returned
 
 
 def _is_success(error: BaseException) -> bool:
@@ -203,9 +228,10 @@ def _intercept_hydra(job: SentJob, outcome: _Outcome) -> Callable[[], None]:
 
     def run(*args: Any, task_function: Callable[..., Any], **kwargs: Any) -> None:
         try:
-            value = _run_job(job, task_function)
+            result = _run_job(job, task_function)
             # Here, where ``__main__`` is the script: the value may be of a class of its own.
-            outcome.value = _pack(value) if os.environ["RANK"] == "0" else None
+            value = _pack(result.return_value) if os.environ["RANK"] == "0" else None
+            outcome.returned = Returned(value, tuple(memory.read(result)))
         except BaseException as error:
             outcome.error = error
             raise
@@ -229,7 +255,7 @@ def _pack(value: Any) -> bytes | None:
         return None
 
 
-def _run_job(job: SentJob, task_function: Callable[..., Any]) -> Any:
+def _run_job(job: SentJob, task_function: Callable[..., Any]) -> "JobReturn":
     from hydra._internal.callbacks import Callbacks
     from hydra.core.singleton import Singleton
     from hydra.core.utils import JobRuntime, JobStatus, run_job, setup_globals
@@ -253,4 +279,4 @@ def _run_job(job: SentJob, task_function: Callable[..., Any]) -> Any:
     )
     if result.status is not JobStatus.COMPLETED:
         raise result._return_value
-    return result._return_value
+    return result
