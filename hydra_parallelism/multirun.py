@@ -61,6 +61,7 @@ class _Job:
     """What rank 0 returned."""
     peak_memory: list[int] = field(default_factory=list)
     """Bytes, by rank; empty when the job failed."""
+
     @property
     def name(self) -> str:
         return f"#{self.number} {' '.join(filter_overrides(list(self.overrides)))}".rstrip()
