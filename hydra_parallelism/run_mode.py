@@ -19,7 +19,7 @@ from .topology import Topology, resolve
 from .worker import RUN_DIR
 from .world import Launcher, World
 
-__all__ = ["enter", "is_ours", "options_of", "planned", "refuse_sweep"]
+__all__ = ["enter", "is_cluster", "is_ours", "options_of", "place", "planned", "planned_on_cluster", "refuse_sweep"]
 
 
 def enter(config: DictConfig, node: Any, key: str) -> None:
@@ -55,6 +55,18 @@ def _may_start(world: World | None) -> bool:
 def is_ours(config: DictConfig) -> bool:
     """Whether ``hydra/launcher=torchrun`` is chosen; an explicit other launcher turns self-launch off."""
     return str(OmegaConf.select(config, "hydra.launcher._target_")).startswith("hydra_plugins.hydra_parallelism.")
+
+
+def is_cluster(config: DictConfig) -> bool:
+    """Whether submitit runs the jobs, each on the nodes and tasks that the launcher's own config names."""
+    return "submitit" in str(OmegaConf.select(config, "hydra.launcher._target_"))
+
+
+def planned_on_cluster(config: DictConfig) -> World:
+    """The processes of each job of a sweep through submitit, which gives all of them the same."""
+    nodes, tasks = (int(OmegaConf.select(config, f"hydra.launcher.{name}") or 1) for name in ("nodes", "tasks_per_node"))
+    said = f"hydra.launcher.nodes={nodes} * hydra.launcher.tasks_per_node={tasks}"
+    return World(nodes * tasks, local_size=tasks, nnodes=nodes, sources={"size": said})
 
 
 def options_of(config: DictConfig) -> TorchrunConfig:

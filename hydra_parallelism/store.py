@@ -95,6 +95,7 @@ def register() -> None:
             _put(f"parallelism/{group}", name, _make_option, group, name)
     _put("hydra/parallelism", "runtime", _make_runtime)
     _put("hydra/launcher", "torchrun", _make_launcher)
+    _put("hydra/sweeper", "layouts", _make_sweeper)
 
 
 def _put(group: str, name: str, make: Callable[..., DictConfig], *args: Any) -> None:
@@ -124,6 +125,13 @@ def _make_launcher() -> DictConfig:
 
     launcher: DictConfig = OmegaConf.structured(TorchrunConfig)
     return launcher
+
+
+def _make_sweeper() -> DictConfig:
+    from .sweeper_config import LayoutsConfig
+
+    sweeper: DictConfig = OmegaConf.structured(LayoutsConfig)
+    return sweeper
 
 
 def _make_runtime() -> DictConfig:

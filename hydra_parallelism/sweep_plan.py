@@ -1,0 +1,285 @@
+"""What a sweep over layouts will run: every combination composed, resolved and judged before the first job starts."""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.utils import filter_overrides
+from omegaconf import DictConfig, OmegaConf
+
+from . import interpolations, run_mode
+from . import world as world_module
+from ._equation import FACTORS, read_degrees
+from .constraints import ModelConstraints, judge
+from .errors import ConfigurationError
+from .layouts import count, enumerate_layouts, overrides_of, parse_axes
+from .ranking import layout_of
+from .topology import BASE_AXES, Topology, resolve
+from .world import World
+
+__all__ = ["Candidate", "Plan", "describe", "make_plan"]
+
+_MOST_LAYOUTS = 1000
+"""An enumeration of more layouts needs ``max_jobs``: nobody runs them all, and composing them takes minutes."""
+
+
+@dataclass
+class Candidate:
+    """One combination of the sweep."""
+
+    overrides: list[str]
+    label: str = ""
+    """The overrides that tell it from the others, quoted as for a shell."""
+    topology: Topology = field(default_factory=Topology)
+    fingerprint: str = ""
+    reason: str = ""
+    """Why it cannot be run; empty when it can."""
+    twin: "Candidate | None" = None
+    """The one that is run in its stead, because it comes to the same."""
+    number: int | None = None
+    """Its number among the jobs, which also names its folder."""
+    is_done: bool = False
+    """Whether an earlier run of this sweep has its result."""
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """By config name, outermost first."""
+        sizes = self.topology.degrees()
+        return {name: sizes[axis] for name, axis in zip(FACTORS, BASE_AXES, strict=True)} | {"ep_size": sizes["ep"]}
+
+
+@dataclass
+class Plan:
+    """The combinations of a sweep, in order, and how many more there would have been."""
+
+    candidates: list[Candidate]
+    left_out: int = 0
+
+    @property
+    def runnable(self) -> list[Candidate]:
+        """One for each layout that fits."""
+        return [each for each in self.candidates if not each.reason and each.twin is None]
+
+
+def make_plan(
+    loader: ConfigLoader,
+    config: DictConfig,
+    combinations: Sequence[list[str]],
+    *,
+    axes: Any = None,
+    constraints: Any = None,
+    max_jobs: int | None = None,
+) -> Plan:
+    """Compose every combination, resolve its topology against its world, and judge it. Starts nothing.
+
+    Args:
+        loader: Hydra's.
+        config: The sweep's.
+        combinations: Overrides of each, from the sweeper's grammar.
+        axes: Axes over which each combination is enumerated; ``None`` for none.
+        constraints: As :func:`~hydra_parallelism.constraints.judge` takes them.
+        max_jobs: How many to run at most.
+
+    Raises:
+        ConfigurationError: The launcher cannot run the jobs, or an enumeration is not possible or too long.
+        hydra.errors.ConfigCompositionException: A combination names what the config does not have.
+    """
+    plan, seen = Plan([]), dict[str, Candidate]()
+    total, found = _expand(loader, config, combinations, axes, constraints, max_jobs)
+    for overrides in found:
+        candidate = _judge(loader, config, overrides, constraints)
+        plan.candidates.append(candidate)
+        if not candidate.reason:
+            candidate.twin = seen.get(candidate.fingerprint)
+            seen.setdefault(candidate.fingerprint, candidate)
+        if len(seen) == max_jobs:
+            break
+    plan.left_out = max(total - len(plan.candidates), 0)
+    _label(plan.candidates)
+    return plan
+
+
+def _expand(
+    loader: ConfigLoader,
+    config: DictConfig,
+    combinations: Sequence[list[str]],
+    axes: Any,
+    constraints: Any,
+    max_jobs: int | None,
+) -> tuple[int, Iterator[list[str]]]:
+    """How many combinations there are with the enumerated axes, and all of them, lazily."""
+    if axes is None:
+        return len(combinations), iter(combinations)
+    total, found = 0, []
+    for overrides in combinations:
+        composed = loader.load_sweep_config(config, list(overrides))
+        node, key = _node_of(composed)
+        if node is None:
+            raise ConfigurationError(
+                f"hydra.sweeper.axes={_show(axes)}: the config has no node {key!r}\n  try: parallelism=default"
+            )
+        world = _stated_world(config, composed, node, key, axes)
+        about: dict[str, Any] = {"fixed": node, "key": key, "source": world.source()}
+        total += count(world.size, axes, **about)
+        layouts = enumerate_layouts(world.size, axes, constraints=constraints, **about)
+        found.append(_overriding(overrides, layouts, axes, key))
+        if max_jobs is None and total > _MOST_LAYOUTS:
+            raise ConfigurationError(
+                f"hydra.sweeper.axes={_show(axes)} gives {total:,} layouts of {world.source()}, more than {_MOST_LAYOUTS:,}\n"
+                "  try: hydra.sweeper.max_jobs=20 for the first 20 of them, or limits such as 'tp_size<=8' in the list"
+            )
+    return total, itertools.chain.from_iterable(found)
+
+
+def _overriding(overrides: list[str], layouts: Iterator[Topology], axes: Any, key: str) -> Iterator[list[str]]:
+    swept = parse_axes(axes)
+    return ([*overrides, *overrides_of(layout, swept, key)] for layout in layouts)
+
+
+def _node_of(composed: DictConfig) -> tuple[Any, str]:
+    key = str(OmegaConf.select(composed, "hydra.callbacks.parallelism.node") or "parallelism")
+    return OmegaConf.select(composed, key), key
+
+
+def _stated_world(config: DictConfig, composed: DictConfig, node: Any, key: str, axes: Any) -> World:
+    """The number of processes that somebody named: the degrees cannot give it here."""
+    degrees = read_degrees(node, key)
+    if run_mode.is_cluster(config):
+        return run_mode.planned_on_cluster(config)
+    if run_mode.is_ours(composed):
+        is_stated = isinstance(run_mode.options_of(composed).nproc_per_node, int)
+        if is_stated or degrees.world_size is not None:
+            return run_mode.planned(composed, node, key)
+    if degrees.world_size is not None or not run_mode.is_ours(composed):
+        return world_module.plan(degrees)
+    found = world_module.count_accelerators()
+    if not found:
+        raise ConfigurationError(
+            f"hydra.sweeper.axes={_show(axes)} needs a number of processes, and there is no accelerator to count\n"
+            "  try: hydra.launcher.nproc_per_node=4"
+        )
+    return World(found, local_size=found, sources={"size": f"world_size={found} (visible accelerators)"})
+
+
+def _judge(loader: ConfigLoader, config: DictConfig, overrides: list[str], constraints: Any) -> Candidate:
+    composed = loader.load_sweep_config(config, list(overrides))
+    candidate = Candidate(list(overrides))
+    node, key = _node_of(composed)
+    try:
+        if node is not None:
+            world = _world_of(config, composed, node, key)
+            candidate.topology = resolve(node, world.size, source=world.source(), key=key)
+            interpolations.check(composed)
+            sequence_parallel = bool(OmegaConf.select(node, "enable_sequence_parallel"))
+            reasons = judge(candidate.topology, constraints, sequence_parallel=sequence_parallel)
+            candidate.reason = "; ".join(reasons)
+    except ConfigurationError as error:
+        candidate.reason = _in_one_line(error)
+        return candidate
+    if not run_mode.is_ours(composed) and not run_mode.is_cluster(config) and candidate.topology.world_size > 1:
+        raise ConfigurationError(_refusal(composed, candidate))
+    candidate.fingerprint = _fingerprint(composed, key, candidate)
+    return candidate
+
+
+def _world_of(config: DictConfig, composed: DictConfig, node: Any, key: str) -> World:
+    if run_mode.is_cluster(config):
+        return run_mode.planned_on_cluster(config)
+    if run_mode.is_ours(composed):
+        return run_mode.planned(composed, node, key)
+    return world_module.plan(read_degrees(node, key))
+
+
+def _refusal(composed: DictConfig, candidate: Candidate) -> str:
+    launcher = composed.hydra.runtime.choices.get("hydra/launcher")
+    asked = " ".join(filter_overrides(candidate.overrides))
+    return (
+        f"hydra/launcher={launcher} runs each job in one process, but {asked or 'the config'} asks for "
+        f"{candidate.topology.world_size} ({layout_of(candidate.degrees)})\n"
+        "  try: hydra/launcher=torchrun"
+    )
+
+
+def _in_one_line(error: ConfigurationError) -> str:
+    """What is wrong, without the factors of 1 and without the remedy: a sweep has other layouts to run."""
+    lines = [line.strip() for line in str(error).splitlines() if not line.lstrip().startswith("try:")]
+    text = " ".join(lines[1:] if len(lines) > 1 and lines[0].endswith(":") else lines)
+    return re.sub(r"\b\w+=1 \* |( \* \w+=1)+(?=[: ])", "", text)
+
+
+def _fingerprint(composed: DictConfig, key: str, candidate: Candidate) -> str:
+    """Equal for jobs that come to the same: their configs are equal once the degrees are what they were resolved to."""
+    plain = {str(name): _plain(composed, str(name)) for name in composed if name != "hydra"}
+    node: Any = plain
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    if isinstance(node, dict):
+        for name, path in FACTORS.items():
+            inner = node
+            for part in path.split(".")[:-1]:
+                inner = inner.setdefault(part, {})
+            inner[path.split(".")[-1]] = candidate.degrees[name]
+        node |= {"ep_size": candidate.topology.ep, "enable_expert_parallel": False, "world_size": None}
+    own = [override for override in candidate.overrides if override.lstrip("+~").startswith("hydra.")]
+    text = json.dumps([plain, own], default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _plain(composed: DictConfig, name: str) -> Any:
+    node = composed._get_node(name)
+    if OmegaConf.is_config(node):
+        return OmegaConf.to_container(node, resolve=False, enum_to_str=True)  # as written: ${now:} differs each time
+    return node._value() if node is not None else None  # type: ignore[union-attr]
+
+
+def _label(candidates: list[Candidate]) -> None:
+    """Name each by the overrides that not all have."""
+    own = [filter_overrides(each.overrides) for each in candidates]
+    common = set(own[0]).intersection(*own[1:]) if len(own) > 1 else set()
+    for candidate, overrides in zip(candidates, own, strict=True):
+        candidate.label = shlex.join(each for each in overrides if each not in common)
+
+
+def describe(plan: Plan) -> str:
+    """The table that a sweep prints before it starts: job, world, degrees, and what is not run and why."""
+    rows = [("job", "world", "layout", "")]
+    for each in plan.candidates:
+        if each.reason:
+            rows.append(("-", "-", "skipped", f"{each.label}: {each.reason}" if each.label else each.reason))
+            continue
+        chosen = each.twin or each
+        note = f"same as job {chosen.number}, not run again" if each.twin else "has a result already" if each.is_done else ""
+        text = ": ".join(part for part in (each.label, note) if part)
+        rows.append(("-" if each.twin else str(each.number), str(each.topology.world_size), layout_of(each.degrees), text))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = [
+        f"  {job.rjust(widths[0])}  {world.rjust(widths[1])}  {layout.ljust(widths[2])}  {text}".rstrip()
+        for job, world, layout, text in rows
+    ]
+    return "\n".join([_headline(plan), *lines])
+
+
+def _headline(plan: Plan) -> str:
+    todo = [each for each in plan.runnable if not each.is_done]
+    counts = [f"{len(todo)} to run"]
+    done, twins = len(plan.runnable) - len(todo), sum(each.twin is not None for each in plan.candidates)
+    skipped = sum(bool(each.reason) for each in plan.candidates)
+    counts += [f"{number} {what}" for number, what in (
+        (done, "with a result already"), (twins, "equal to another"), (skipped, "skipped"), (plan.left_out, "left out by max_jobs"),
+    ) if number]  # fmt: skip
+    return f"layouts: {', '.join(counts)}"
+
+
+def _show(axes: Any) -> str:
+    with contextlib.suppress(TypeError):
+        return f"[{','.join(map(str, axes))}]" if not isinstance(axes, str) else axes
+    return str(axes)
+
+
