@@ -133,7 +133,7 @@ def _single_changes(degrees: Degrees, fixed: int, world_size: int, is_open: bool
         if not rest or world_size % rest:
             continue
         room = world_size // rest
-        best = min(_divisors(room), key=lambda n: (abs(n - value), n)) if is_open else room
+        best = min(divisors(room), key=lambda n: (abs(n - value), n)) if is_open else room
         if best == value or (name == "cfg_parallel" and best > 2) or (is_open and value == 1):
             continue
         offers.append((value == 1, f"{degrees.key}.{FACTORS[name]}={best}"))
@@ -141,7 +141,8 @@ def _single_changes(degrees: Degrees, fixed: int, world_size: int, is_open: bool
     return touched or [text for _, text in offers][:1]
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
