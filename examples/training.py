@@ -6,6 +6,7 @@ on ``train.seed`` alone, so the loss is the same under every layout up to float3
 
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -37,14 +38,13 @@ _NOT_APPLIED = {
     "cfg": "cfg_parallel",
     "ring": "context_parallel.ring_degree",
     "ulysses": "context_parallel.ulysses_degree",
-    "tp": "tp_size",
     "ep": "ep_size",
 }
-"""Axis -> the key that sets it, for the axes on which this example would do the same work twice."""
+"""Axis -> the key that sets it, for the axes that this example has no use for."""
 
 
-def train(cfg: DictConfig) -> float:
-    """Train, and return the mean loss of the last step over all ranks, for sweepers."""
+def train(cfg: DictConfig) -> dict[str, float]:
+    """Train, and return numbers for sweeps: the mean loss of the last step, and tokens per second, both over all ranks."""
     context = hydra_parallelism.current()
     check(cfg, context)
     source = text.load(cfg.data.path and to_absolute_path(cfg.data.path), cfg.model.seq_len)
@@ -56,14 +56,18 @@ def train(cfg: DictConfig) -> float:
     scaler = torch.amp.GradScaler(context.device.type, enabled=half)
     share = {"local_batch": cfg.train.local_batch_size, "dp_rank": context.dp_rank, "dp_world_size": context.dp_world_size}
     last, steps = float("nan"), cfg.train.steps
+    began = time.perf_counter()
     for step in progress(steps, context.rank):
+        if step == 1:  # the first step pays for allocations and for connections between ranks
+            began = time.perf_counter()
         windows = text.batch(source, seed=cfg.train.seed, step=step, seq_len=cfg.model.seq_len, **share).to(context.device)
         loss = update(model, optimizer, scaler, windows)
         if (step + 1) % cfg.train.log_every == 0 or step in (0, steps - 1):
             last = mean_over_dp(loss, context)
             if context.rank == 0:
                 logger.info("step %d/%d loss %.4f", step + 1, steps, last)
-    return last
+    tokens = max(steps - 1, 1) * cfg.train.batch_size * cfg.model.seq_len
+    return {"loss": last, "tokens_per_s": tokens / (time.perf_counter() - began)}
 
 
 def check(cfg: DictConfig, context: Any) -> None:
@@ -80,6 +84,8 @@ def check(cfg: DictConfig, context: Any) -> None:
             f"examples/train.py shards data axes only: {refused} is not applied here\n"
             "  try: parallelism=ddp, parallelism=fsdp or parallelism=hsdp"
         )
+    if context.rank == 0 and degrees["tp"] > 1:
+        logger.warning("the model is not split over tp: its %d ranks do the same work", degrees["tp"])
     if policy.wrap != "auto":
         raise hydra_parallelism.ConfigurationError(
             f"examples/train.py wraps each block: parallelism.fsdp.wrap={policy.wrap} is not applied here\n"

@@ -17,7 +17,7 @@ A model's numbers (:class:`~hydra_parallelism.constraints.ModelConstraints`) dro
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -26,15 +26,13 @@ from .constraints import (
     Feasible,
     ModelConstraints,
     feasible,
-    is_positive,
     judge,
-    nearest,
     read_constraints,
     read_switch,
     violations,
 )
 from .errors import ConfigurationError
-from .swept_axes import AXES_KEY, AXIS_OF, NAMES, PATHS, SweptAxis, overrides_of, parse_axes, parse_limit, refuse, show
+from .swept_axes import AXES_KEY, NAMES, PATHS, SweptAxis, overrides_of, parse_axes, parse_limit, refuse, show
 from .topology import BASE_AXES, DERIVED_AXES, Topology, check_world_size
 
 __all__ = [
@@ -50,7 +48,6 @@ __all__ = [
     "parse_limit",
 ]
 
-LIMITS_KEY = "hydra.sweeper.limits"
 
 _SHARING_AXES = ("pp", "cfg", "ring", "ulysses", "tp")
 _DATA_AXES = ("dp_shard", "dp_replicate")
@@ -65,7 +62,6 @@ def enumerate_layouts(
     axes: Any,
     *,
     fixed: Any = None,
-    limits: Mapping[str, int] | None = None,
     constraints: Any = None,
     key: str = "parallelism",
     source: str = "",
@@ -76,9 +72,8 @@ def enumerate_layouts(
         world_size: Number of processes.
         axes: What to try, as :func:`parse_axes` takes it.
         fixed: The config node that the layouts are for, as :func:`~hydra_parallelism.topology.resolve` takes it. Degrees that
-            are not listed keep its values; a listed one must be left alone in it. A set ``ep_size`` drops the layouts that it
+            are not listed keep its values; a listed one must be 1 or -1 in it. A set ``ep_size`` drops the layouts that it
             does not fit; its ``-1`` is all that fit.
-        limits: Axis, under any of its names -> largest degree to try; with a limit in ``axes`` too, the smaller holds.
         constraints: As :func:`judge` takes them; layouts that violate one are left out.
         key: Dotted path of the config node, for messages.
         source: Where ``world_size`` comes from, for messages.
@@ -90,7 +85,7 @@ def enumerate_layouts(
         ConfigurationError: An argument cannot be read, an axis is both listed and set, or no layout multiplies to the world.
     """
     node = {} if fixed is None else fixed
-    space = _Space(world_size, axes, node, limits or {}, key, source)
+    space = _Space(world_size, axes, node, key, source)
     model = read_constraints(constraints)
     if model == ModelConstraints():
         return space.layouts()
@@ -103,7 +98,6 @@ def count(
     axes: Any,
     *,
     fixed: Any = None,
-    limits: Mapping[str, int] | None = None,
     key: str = "parallelism",
     source: str = "",
 ) -> int:
@@ -115,19 +109,18 @@ def count(
     Raises:
         ConfigurationError: As :func:`enumerate_layouts`.
     """
-    return _Space(world_size, axes, {} if fixed is None else fixed, limits or {}, key, source).size()
+    return _Space(world_size, axes, {} if fixed is None else fixed, key, source).size()
 
 
 class _Space:
     """The arguments of an enumeration, checked: which axes are open, up to which degree, and what they must multiply to."""
 
-    def __init__(self, world_size: int, axes: Any, node: Any, limits: Mapping[str, int], key: str, source: str) -> None:
+    def __init__(self, world_size: int, axes: Any, node: Any, key: str, source: str) -> None:
         self.degrees, self.swept = read_degrees(node, key), parse_axes(axes)
         check_world_size(world_size, self.degrees, source)
         self.world_size, self.source = world_size, source or f"world_size={world_size}"
         self.caps: dict[str, float] = {swept.axis: swept.limit or math.inf for swept in self.swept}
         self._refuse_set_axes(node)
-        self._apply_limits(limits)
         by_axis = dict(zip(BASE_AXES, self.degrees.factors.values(), strict=True))
         self.set = {axis: size for axis, size in by_axis.items() if axis not in self.caps}
         self.fixed = math.prod(self.set.values())
@@ -195,10 +188,9 @@ class _Space:
         written = {**dict(zip(BASE_AXES, self.degrees.factors.values(), strict=True)), "ep": self.degrees.ep_size}
         for axis, value in written.items():
             name, path = NAMES[axis], f"{key}.{PATHS[axis]}"
-            if axis in self.caps and value != 1:
-                leave = "" if value == -1 else f", or leave {name} out"
-                problems.append(f"{AXES_KEY} lists {name}, but {path}={value} is set; try {path}=1{leave}")
-            elif value == -1 and axis != "ep":
+            if axis in self.caps and value not in (1, -1):  # -1 says no more than being listed does: presets have it
+                problems.append(f"{AXES_KEY} lists {name}, but {path}={value} is set; try {path}=1, or leave {name} out")
+            elif axis not in self.caps and value == -1 and axis != "ep":
                 problems.append(f"{path}=-1 takes what is left, and so do the axes of {AXES_KEY}; try {path}=1")
         if "ep" in self.caps and self.degrees.experts_follow_tp:
             path = f"{key}.enable_expert_parallel"
@@ -209,19 +201,6 @@ class _Space:
                 remedy = f"if nothing is trained: {key}.inference=true"
                 problems.append(f"{AXES_KEY} lists cfg_parallel, which is for inference only; {remedy}")
         refuse(f"{AXES_KEY} does not go with {key}:", problems)
-
-    def _apply_limits(self, limits: Mapping[str, int]) -> None:
-        problems = []
-        for name, limit in limits.items():
-            if name not in AXIS_OF:
-                problems.append(f"{LIMITS_KEY}.{name}: no such axis{nearest(name, AXIS_OF)}")
-            elif AXIS_OF[name] not in self.caps:
-                problems.append(f"{LIMITS_KEY}.{name}={limit}, but {AXES_KEY}={show(self.swept)} does not list it")
-            elif not is_positive(limit):
-                problems.append(f"{LIMITS_KEY}.{name}={limit}: must be a whole number of at least 1")
-            else:
-                self.caps[AXIS_OF[name]] = min(self.caps[AXIS_OF[name]], limit)
-        refuse(f"{LIMITS_KEY} is not valid:", problems)
 
     def _misfit(self, rest: int) -> str:
         parts = [f"{NAMES[axis]}={size}" for axis, size in self.set.items() if size > 1]

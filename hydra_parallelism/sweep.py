@@ -58,11 +58,11 @@ def run(
     options = _read_options(given)
     if run_mode.is_ours(config):
         launch.check(run_mode.options_of(config), run_mode.options_of(config).nnodes)
+    limit, model = options.max_jobs, given.get("constraints")
+    plan = make_plan(loader, config, combinations, axes=options.axes, constraints=model, max_jobs=limit)
     folder = Path(str(config.hydra.sweep.dir))
     with _alone_in(folder):
         results = ResultsFile(folder)
-        limit, model = options.max_jobs, given.get("constraints")
-        plan = make_plan(loader, config, combinations, axes=options.axes, constraints=model, max_jobs=limit)
         _number(plan.runnable, results.read(), contiguous=not run_mode.is_ours(config))
         _say(describe(plan))
         _refuse_invalid(plan, options)
@@ -143,7 +143,7 @@ def _run(
     progress = Progress(len(plan.runnable), sys.stderr)
     for job in plan.runnable:
         if job.is_done:
-            progress.skip(job.number or 0, job.label)
+            progress.skip(job.number or 0, job.name)
     recorder, found = Recorder(todo, results, progress), []
     is_over = not todo
     try:

@@ -40,7 +40,7 @@ class Recorder:
 
     def started(self, number: int) -> None:
         """A job starts."""
-        self._progress.start(number, self._jobs[number].label)
+        self._progress.start(number, self._jobs[number].name)
 
     def ended(self, number: int, result: JobReturn, seconds: float) -> None:
         """A job has ended, well or not."""
@@ -150,11 +150,11 @@ def _watched_submitit(numbers: Sequence[int], recorder: Recorder) -> Iterator[No
             waiting = _Waiting(dict(zip(numbers, jobs, strict=True)), recorder)
             return [_Awaited(number, waiting) for number in numbers]
 
-    submitit.AutoExecutor = Executor
+    submitit.AutoExecutor = Executor  # type: ignore[misc]
     try:
         yield
     finally:
-        submitit.AutoExecutor = real
+        submitit.AutoExecutor = real  # type: ignore[misc]
 
 
 class _Waiting:

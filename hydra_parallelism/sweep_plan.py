@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from . import interpolations, run_mode
 from . import world as world_module
 from ._equation import FACTORS, read_degrees
-from .constraints import ModelConstraints, judge
+from .constraints import judge
 from .errors import ConfigurationError
 from .layouts import count, enumerate_layouts, overrides_of, parse_axes
 from .ranking import layout_of
@@ -37,6 +37,8 @@ class Candidate:
     overrides: list[str]
     label: str = ""
     """The overrides that tell it from the others, quoted as for a shell."""
+    name: str = ""
+    """The same for people, where an enumerated layout goes without saying: the tables show it."""
     topology: Topology = field(default_factory=Topology)
     fingerprint: str = ""
     reason: str = ""
@@ -93,6 +95,7 @@ def make_plan(
     """
     plan, seen = Plan([]), dict[str, Candidate]()
     total, found = _expand(loader, config, combinations, axes, constraints, max_jobs)
+    listed = len(parse_axes(axes)) if axes is not None else 0
     for overrides in found:
         candidate = _judge(loader, config, overrides, constraints)
         plan.candidates.append(candidate)
@@ -102,7 +105,7 @@ def make_plan(
         if len(seen) == max_jobs:
             break
     plan.left_out = max(total - len(plan.candidates), 0)
-    _label(plan.candidates)
+    _label(plan.candidates, listed)
     return plan
 
 
@@ -236,15 +239,21 @@ def _plain(composed: DictConfig, name: str) -> Any:
     node = composed._get_node(name)
     if OmegaConf.is_config(node):
         return OmegaConf.to_container(node, resolve=False, enum_to_str=True)  # as written: ${now:} differs each time
-    return node._value() if node is not None else None  # type: ignore[union-attr]
+    return node._value() if node is not None else None
 
 
-def _label(candidates: list[Candidate]) -> None:
-    """Name each by the overrides that not all have."""
+def _label(candidates: list[Candidate], listed: int) -> None:
+    """Name each by the overrides that not all have; the last ones, as many as axes are listed, are its layout."""
     own = [filter_overrides(each.overrides) for each in candidates]
     common = set(own[0]).intersection(*own[1:]) if len(own) > 1 else set()
     for candidate, overrides in zip(candidates, own, strict=True):
-        candidate.label = shlex.join(each for each in overrides if each not in common)
+        typed = overrides[: len(overrides) - listed]
+        candidate.label = _join(overrides, common)
+        candidate.name = f"{layout_of(candidate.degrees)} {_join(typed, common)}".rstrip() if listed else candidate.label
+
+
+def _join(overrides: Sequence[str], common: set[str]) -> str:
+    return shlex.join(each for each in overrides if each not in common)
 
 
 def describe(plan: Plan) -> str:
@@ -256,7 +265,8 @@ def describe(plan: Plan) -> str:
             continue
         chosen = each.twin or each
         note = f"same as job {chosen.number}, not run again" if each.twin else "has a result already" if each.is_done else ""
-        text = ": ".join(part for part in (each.label, note) if part)
+        told = each.name.removeprefix(layout_of(each.degrees)).strip()  # the column before says the layout
+        text = ": ".join(part for part in (told, note) if part)
         rows.append(("-" if each.twin else str(each.number), str(each.topology.world_size), layout_of(each.degrees), text))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = [
@@ -271,9 +281,13 @@ def _headline(plan: Plan) -> str:
     counts = [f"{len(todo)} to run"]
     done, twins = len(plan.runnable) - len(todo), sum(each.twin is not None for each in plan.candidates)
     skipped = sum(bool(each.reason) for each in plan.candidates)
-    counts += [f"{number} {what}" for number, what in (
-        (done, "with a result already"), (twins, "equal to another"), (skipped, "skipped"), (plan.left_out, "left out by max_jobs"),
-    ) if number]  # fmt: skip
+    others = {
+        "with a result already": done,
+        "equal to another": twins,
+        "skipped": skipped,
+        "left out by max_jobs": plan.left_out,
+    }
+    counts += [f"{number} {what}" for what, number in others.items() if number]
     return f"layouts: {', '.join(counts)}"
 
 
@@ -281,5 +295,3 @@ def _show(axes: Any) -> str:
     with contextlib.suppress(TypeError):
         return f"[{','.join(map(str, axes))}]" if not isinstance(axes, str) else axes
     return str(axes)
-
-

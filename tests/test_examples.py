@@ -43,9 +43,9 @@ def test_four_processes_match_one(layout: tuple[str, ...], reference: list[float
 
 
 def test_axes_that_it_does_not_apply_are_refused(tmp_path: Path) -> None:
-    outcome = run(torchrun(2, TRAIN, "parallelism=tp", "hydra.run.dir=out"), tmp_path)
+    outcome = run(torchrun(2, TRAIN, "parallelism=pp", "hydra.run.dir=out"), tmp_path)
     assert outcome.code != 0
-    assert "examples/train.py shards data axes only: tp_size=2 is not applied here" in outcome.text
+    assert "examples/train.py shards data axes only: pp_size=2 is not applied here" in outcome.text
 
 
 def test_asking_for_the_config_imports_no_torch(tmp_path: Path) -> None:

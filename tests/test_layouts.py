@@ -56,6 +56,10 @@ def _resolves(degrees: dict[str, int], world: int) -> bool:
         return False
 
 
+def _listed(axes: list[str], limits: dict[str, int]) -> list[str]:
+    return [f"{axis}<={limits[axis]}" if axis in limits else axis for axis in axes]
+
+
 def _brute(world: int, axes: list[str], fixed: dict[str, int], limits: dict[str, int]) -> set[Topology]:
     """Every degree of every axis tried, ``resolve`` as the judge."""
     factors = [axis for axis in axes if axis != "ep"]
@@ -94,16 +98,17 @@ def spaces(draw: st.DrawFn) -> tuple[int, list[str], dict[str, int], dict[str, i
 @given(spaces())
 def test_layouts_are_those_of_a_brute_force_enumeration(space: tuple[int, list[str], dict[str, int], dict[str, int]]) -> None:
     world, axes, fixed, limits = space
+    listed = _listed(axes, limits)
     expected = _brute(world, axes, fixed, limits)
-    arguments: dict[str, Any] = {"fixed": _node(fixed, inference=True), "limits": limits}
+    arguments: dict[str, Any] = {"fixed": _node(fixed, inference=True)}
     if not expected:
         event("refused")
         for call in (enumerate_layouts, count):
-            assert "has no layout for" in _refusal(lambda call=call: call(world, axes, **arguments))
+            assert "has no layout for" in _refusal(lambda call=call: call(world, listed, **arguments))
         return
     event("ep listed" if "ep" in axes else "ep set" if "ep" in fixed else "dense")
-    found = list(enumerate_layouts(world, axes, **arguments))
-    assert len(found) == len(set(found)) == count(world, axes, **arguments)
+    found = list(enumerate_layouts(world, listed, **arguments))
+    assert len(found) == len(set(found)) == count(world, listed, **arguments)
     assert set(found) == expected
     assert found == sorted(found, key=_place)
     assert {layout.world_size for layout in found} == {world}
@@ -113,9 +118,10 @@ def test_layouts_are_those_of_a_brute_force_enumeration(space: tuple[int, list[s
 @given(spaces())
 def test_the_overrides_of_a_layout_resolve_to_it(space: tuple[int, list[str], dict[str, int], dict[str, int]]) -> None:
     world, axes, fixed, limits = space
+    listed = _listed(axes, limits)
     node = _node(fixed, inference=True)
     try:
-        found = list(itertools.islice(enumerate_layouts(world, axes, fixed=node, limits=limits), 8))
+        found = list(itertools.islice(enumerate_layouts(world, listed, fixed=node), 8))
     except ConfigurationError:
         return
     for layout in found:
@@ -127,9 +133,10 @@ def test_the_overrides_of_a_layout_resolve_to_it(space: tuple[int, list[str], di
 @given(spaces())
 def test_every_offer_in_a_refusal_makes_a_layout(space: tuple[int, list[str], dict[str, int], dict[str, int]]) -> None:
     world, axes, fixed, limits = space
+    listed = _listed(axes, limits)
     fixed.pop("ep", None)
     try:
-        count(world, axes, fixed=_node(fixed, inference=True), limits=limits)
+        count(world, listed, fixed=_node(fixed, inference=True))
     except ConfigurationError as error:
         offers = str(error).splitlines()[-1]
     else:
@@ -138,11 +145,11 @@ def test_every_offer_in_a_refusal_makes_a_layout(space: tuple[int, list[str], di
     of_key = dict(zip(KEYS, FACTORS))
     processes = re.search(r"start (\d+) process", offers)
     assert processes
-    assert count(int(processes[1]), axes, fixed=_node(fixed, inference=True), limits=limits)
+    assert count(int(processes[1]), listed, fixed=_node(fixed, inference=True))
     for name, value in re.findall(r"parallelism\.(?:context_parallel\.)?(\w+)=(\d+)", offers):
-        assert count(world, axes, fixed=_node({**fixed, of_key[name]: int(value)}, inference=True), limits=limits)
-    for listed in re.findall(r"hydra\.sweeper\.axes=\[(.*)\]", offers):
-        assert count(world, listed.replace("'", "").split(","), fixed=_node(fixed, inference=True), limits=limits)
+        assert count(world, listed, fixed=_node({**fixed, of_key[name]: int(value)}, inference=True))
+    for offered in re.findall(r"hydra\.sweeper\.axes=\[(.*)\]", offers):
+        assert count(world, offered.replace("'", "").split(","), fixed=_node(fixed, inference=True))
 
 
 def test_eight_processes_over_three_axes_make_ten_layouts() -> None:
@@ -150,6 +157,12 @@ def test_eight_processes_over_three_axes_make_ten_layouts() -> None:
     assert found == [
         (8, 1, 1), (4, 2, 1), (2, 4, 1), (1, 8, 1), (4, 1, 2), (2, 2, 2), (1, 4, 2), (2, 1, 4), (1, 2, 4), (1, 1, 8),
     ]  # fmt: skip
+
+
+def test_what_is_left_may_be_listed() -> None:
+    assert list(enumerate_layouts(8, ["dp_shard", "tp"], fixed={"dp_shard": -1})) == list(
+        enumerate_layouts(8, ["dp_shard", "tp"])
+    )
 
 
 def test_inner_axes_come_first_among_equals() -> None:
@@ -191,11 +204,6 @@ def test_a_set_expert_size_drops_the_layouts_that_it_does_not_fit() -> None:
     assert [at.ep for at in enumerate_layouts(8, axes, fixed={"ep_size": 4})] == [4] * 6
     assert [at.ep for at in enumerate_layouts(4, axes, fixed={"ep_size": -1})] == [1, 2, 4, 2, 4, 4]
     assert [at.ep for at in enumerate_layouts(4, axes, fixed={"enable_expert_parallel": True})] == [1, 1, 1, 2, 2, 4]
-
-
-def test_the_smaller_of_two_limits_holds() -> None:
-    assert [at.tp for at in enumerate_layouts(16, ["dp_shard", "tp<=4"], limits={"tp_size": 2})] == [1, 2]
-    assert [at.tp for at in enumerate_layouts(16, ["dp_shard", "tp<=2"], limits={"tp": 4})] == [1, 2]
 
 
 def test_guidance_branches_are_at_most_two() -> None:
@@ -325,7 +333,6 @@ def test_an_axis_is_either_listed_or_set() -> None:
     fixed = {"tp_size": 4, "dp_shard": -1, "ep_size": 2}
     assert _no_layout(8, ["tp", "dp_shard", "ep"], fixed=fixed) == (
         "hydra.sweeper.axes does not go with parallelism:\n"
-        "  hydra.sweeper.axes lists dp_shard, but parallelism.dp_shard=-1 is set; try parallelism.dp_shard=1\n"
         "  hydra.sweeper.axes lists tp_size, but parallelism.tp_size=4 is set; try parallelism.tp_size=1, "
         "or leave tp_size out\n"
         "  hydra.sweeper.axes lists ep_size, but parallelism.ep_size=2 is set; try parallelism.ep_size=1, or leave ep_size out"
@@ -350,15 +357,6 @@ def test_guidance_branches_are_listed_for_inference_only() -> None:
         "hydra.sweeper.axes does not go with parallelism:\n"
         "  hydra.sweeper.axes lists cfg_parallel, which is for inference only; "
         "if nothing is trained: parallelism.inference=true"
-    )
-
-
-def test_limits_are_for_listed_axes() -> None:
-    assert _no_layout(8, ["tp<=4"], limits={"tp_sise": 2, "ring": 2, "tp": 0}) == (
-        "hydra.sweeper.limits is not valid:\n"
-        "  hydra.sweeper.limits.tp_sise: no such axis; did you mean 'tp_size'?\n"
-        "  hydra.sweeper.limits.ring=2, but hydra.sweeper.axes=['tp_size<=4'] does not list it\n"
-        "  hydra.sweeper.limits.tp=0: must be a whole number of at least 1"
     )
 
 

@@ -50,6 +50,10 @@ def meet(fate: str, rank: int) -> None:
         os._exit(3)
     if fate == "quit":
         sys.exit(4)
+    if fate == "oom":
+        import torch
+
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
     if fate == "base":
         raise GeneratorExit(f"base-{rank}")
     if fate == "mute":
