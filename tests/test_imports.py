@@ -16,7 +16,7 @@ from hydra_parallelism import ConfigurationError, LaunchError, ParallelismError
 ROOT = Path(hydra_parallelism.__file__).parents[1]
 WITHOUT_TORCH = (
     "errors", "config", "launcher_config", "_equation", "topology", "world", "_answers", "resolvers", "store",
-    "interpolations", "failures", "logs", "worker",
+    "interpolations", "failures", "logs", "worker", "outcome", "results", "ranking", "pictures", "progress",
 )  # fmt: skip
 """Everything that Hydra imports on its own account is here, and what the callback needs before a job starts."""
 ORDER = (
