@@ -176,8 +176,7 @@ def _conclude(results: ResultsFile, options: LayoutsConfig) -> None:
         _say(str(error))
         return
     _say(f"results: {results.path}")
-    _say("no picture: matplotlib is not installed; try: pip install 'hydra-parallelism[plots]'" if drawn is None
-         else f"picture: {' and '.join(map(str, drawn))}")  # fmt: skip
+    _say(pictures.ABSENT if drawn is None else f"picture: {' and '.join(map(str, drawn))}")
 
 
 def _say(text: str) -> None:

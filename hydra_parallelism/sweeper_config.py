@@ -28,7 +28,7 @@ class LayoutsConfig:
     """A sweep over layouts: those that exist, each once, and a ranked answer at the end."""
 
     _target_: str = "hydra_plugins.hydra_parallelism.layouts_sweeper.LayoutsSweeper"
-    params: dict[str, str] | None = None
+    params: dict[str, str] = field(default_factory=dict)
     """Swept parameters by key, as for Hydra's basic sweeper; the command line overrides them."""
     axes: Any = None
     """Axes over which to try every layout of the world, e.g. ``[dp_replicate,dp_shard,'tp_size<=8']``. ``null``: none."""

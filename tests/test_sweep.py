@@ -252,7 +252,7 @@ def test_without_matplotlib_a_line_says_so(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(hide), clean_environment()["PYTHONPATH"]])
     outcome = run(python("tell.py", *ONE, "value=1,2"), tmp_path, env=clean_environment(PYTHONPATH=paths))
     assert outcome.code == 0, outcome.text
-    assert "no picture: matplotlib is not installed; try: pip install 'hydra-parallelism[plots]'\n" in outcome.text
+    assert "no picture of the results: matplotlib is not installed\n  try: pip install 'hydra-parallelism[plots]'\n" in outcome.text
     assert not (tmp_path / "sweep/results.png").exists()
 
 
