@@ -31,7 +31,7 @@ _T = TypeVar("_T", int, float)
 
 
 class ResultsFile:
-    """``results.csv`` of one sweep. Threads may share an object; one sweep at a time may write a folder.
+    """``results.csv`` of one sweep. Threads may share an object; one object at a time may write a folder.
 
     Attributes:
         path: The file.
@@ -40,6 +40,9 @@ class ResultsFile:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.path = Path(folder) / "results.csv"
         self._lock = threading.Lock()
+        self._rows: dict[str, Row] | None = None
+        self._lines: dict[str, str] = {}
+        self._names: list[str] = []
 
     def read(self) -> list[Row]:
         """All rows, in the order they came; none when there is no file.
@@ -65,15 +68,20 @@ class ResultsFile:
         if problems:
             raise ConfigurationError("\n  ".join(["the numbers of a job cannot be written:", *problems]))
         with self._lock:
-            rows = {each.fingerprint: each for each in self.read()}
-            rows[row.fingerprint] = row
-            # A path may hold bytes that are no UTF-8.
-            write_whole(self.path, _format(list(rows.values())).encode("utf-8", "backslashreplace"))
+            if self._rows is None:
+                self._rows = {each.fingerprint: each for each in self.read()}
+            rows = {**self._rows, row.fingerprint: row}
+            names = list(dict.fromkeys(name for each in rows.values() for name in each.numbers))
+            fresh = [row] if names == self._names else list(rows.values())  # a new column changes every line
+            lines = self._lines | {each.fingerprint: _line(_cells(each, names)) for each in fresh}
+            text = "".join([_line([*FRONT, *names, *BACK]), *(lines[fingerprint] for fingerprint in rows)])
+            write_whole(self.path, text.encode("utf-8", "backslashreplace"))  # a path may hold bytes that are no UTF-8
+            self._rows, self._lines, self._names = rows, lines, names
 
     def _parse(self, file: TextIO) -> list[Row]:
         lines = csv.reader(file, strict=True)
         header = next(lines, [])
-        names = self._names(header)
+        names = self._names_in(header)
         rows = []
         for cells in lines:
             if len(cells) != len(header):
@@ -84,7 +92,7 @@ class ResultsFile:
                 raise self._refuse(f"line {lines.line_num}: {error}") from None
         return rows
 
-    def _names(self, header: list[str]) -> list[str]:
+    def _names_in(self, header: list[str]) -> list[str]:
         """The numbers that a header names, if it is ours."""
         names = header[len(FRONT) : len(header) - len(BACK)]
         if tuple(header) != (*FRONT, *names, *BACK) or check_names(names) or len(set(names)) < len(names):
@@ -97,13 +105,14 @@ class ResultsFile:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file in one step: whoever reads it sees the old or the new one, also after a crash."""
+    """Write a file in one step: whoever reads it sees the old or the new one, also when this process is killed.
+
+    Nothing waits for the disk, which takes longer than some jobs: after a power cut the last rows may be missing.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")  # one name: what a killed writer leaves, the next one overwrites
     with open(part, "wb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
     os.replace(part, path)
 
 
@@ -117,10 +126,8 @@ def _any_length() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-def _format(rows: list[Row]) -> str:
-    names = list(dict.fromkeys(name for row in rows for name in row.numbers))
-    lines = [[*FRONT, *names, *BACK], *(_cells(row, names) for row in rows)]
-    return "".join(f"{','.join(map(_quote, line))}\n" for line in lines)
+def _line(cells: list[str]) -> str:
+    return f"{','.join(map(_quote, cells))}\n"
 
 
 def _quote(cell: str) -> str:

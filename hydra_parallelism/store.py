@@ -10,6 +10,7 @@ Every Hydra app in the environment pays for what happens here at discovery, and 
 dataclasses into nodes (12 ms for these). So the entries are :class:`_LazyNode`: made when a config is first asked for.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +83,10 @@ class _LazyNode(ConfigNode):
             raise AttributeError(attribute)
         self.node = self._make(*self._args)
         return self.node
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ConfigNode:
+        """What Hydra asks for at each composition. The node is made once, and not by each copy anew."""
+        return ConfigNode(self.name, copy.deepcopy(self.node, memo), self.group, self.package, self.provider)
 
 
 def register() -> None:

@@ -101,7 +101,7 @@ def test_a_picture_grows_up_to_a_point(tmp_path: Path) -> None:
     assert 2000 < size_of_png(tmp_path / "results.png")[1] < 2500
     draw(rows(210), tmp_path, None, False)
     assert size_of_png(tmp_path / "results.png")[1] < 8000
-    assert "loss (lower is better) - the first 200 of 210 jobs" in texts(tmp_path)
+    assert "loss (lower is better) - 60 of 210 jobs" in texts(tmp_path)
 
 
 def test_which_number_must_be_clear(tmp_path: Path) -> None:

@@ -181,8 +181,10 @@ def test_one_launcher_for_one_process(tmp_path: Path) -> None:
 
 
 def test_numbers_by_name_and_direction(tmp_path: Path) -> None:
-    values = 'value={loss:1.5,speed:10},{loss:1.25,speed:5},{loss:1.75,speed:20}'
-    outcome = run(python("tell.py", *ONE, values, "hydra.sweeper.objective=speed", "hydra.sweeper.direction=maximize"), tmp_path)
+    values = "value={loss:1.5,speed:10},{loss:1.25,speed:5},{loss:1.75,speed:20}"
+    outcome = run(
+        python("tell.py", *ONE, values, "hydra.sweeper.objective=speed", "hydra.sweeper.direction=maximize"), tmp_path
+    )
     assert outcome.code == 0, outcome.text
     assert "by speed, highest first:\n" in outcome.text
     assert column(tmp_path, "loss") == ["1.5", "1.25", "1.75"]
@@ -216,7 +218,9 @@ def test_constraints_of_the_model(tmp_path: Path) -> None:
 def test_what_the_resolvers_refuse_is_skipped(tmp_path: Path) -> None:
     outcome = run(python("tell.py", *SWEEP, "parallelism=fsdp", "hydra.launcher.nproc_per_node=2", "batch=4,5"), tmp_path)
     assert outcome.code == 0, outcome.text
-    assert "skipped     batch=5: local_batch: ${parallelism.per_dp_rank:5}: 5 does not divide over dp_shard=2 = 2" in outcome.text
+    assert (
+        "skipped     batch=5: local_batch: ${parallelism.per_dp_rank:5}: 5 does not divide over dp_shard=2 = 2" in outcome.text
+    )
     assert column(tmp_path, "overrides") == ["batch=4"]
 
 
@@ -252,7 +256,10 @@ def test_without_matplotlib_a_line_says_so(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(hide), clean_environment()["PYTHONPATH"]])
     outcome = run(python("tell.py", *ONE, "value=1,2"), tmp_path, env=clean_environment(PYTHONPATH=paths))
     assert outcome.code == 0, outcome.text
-    assert "no picture of the results: matplotlib is not installed\n  try: pip install 'hydra-parallelism[plots]'\n" in outcome.text
+    assert (
+        "no picture of the results: matplotlib is not installed\n  try: pip install 'hydra-parallelism[plots]'\n"
+        in outcome.text
+    )
     assert not (tmp_path / "sweep/results.png").exists()
 
 
@@ -263,7 +270,9 @@ def test_jobs_through_submitit(tmp_path: Path) -> None:
                      warnings="ignore")  # fmt: skip
     outcome = run(command, tmp_path, deadline=150)
     assert outcome.code == 1
-    assert "but the others multiply to 3 and hydra.launcher.nodes=1 * hydra.launcher.tasks_per_node=2: 2 % 3 = 2" in outcome.text
+    assert (
+        "but the others multiply to 3 and hydra.launcher.nodes=1 * hydra.launcher.tasks_per_node=2: 2 % 3 = 2" in outcome.text
+    )
     found = {row["job"]: row for row in rows(tmp_path)}
     assert [found[number]["status"] for number in ("0", "1")] == ["ok", "failed"]
     assert found["2"]["status"] in ("failed", "killed")
