@@ -1,5 +1,7 @@
 """What can be known of a config's interpolations before the task asks for them."""
 
+from typing import Any
+
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
@@ -18,11 +20,11 @@ def check(config: DictConfig) -> None:
         if key == "hydra" or OmegaConf.is_missing(config, key):
             continue
         try:
-            OmegaConf.to_container(config._get_node(key), resolve=True)
+            _resolve(config, key)
         except InterpolationResolutionError as error:
             refusal: BaseException | None = error
             while refusal is not None and not isinstance(refusal, ConfigurationError):
-                refusal = refusal.__cause__
+                refusal = refusal.__cause__ or refusal.__context__
             if refusal is not None:
                 raise ConfigurationError(f"{error.full_key}: {refusal}") from error
         except (OmegaConfBaseException, ValueError, TypeError):
@@ -37,7 +39,15 @@ def resolve_cached(config: DictConfig) -> dict[str, dict[object, object]]:
     """
     for key in config:
         try:
-            OmegaConf.to_container(config._get_node(key), resolve=True)
+            _resolve(config, key)
         except (OmegaConfBaseException, ValueError, TypeError):
             continue  # what cannot be resolved is told when the task asks for it
     return OmegaConf.get_cache(config)
+
+
+def _resolve(config: DictConfig, key: Any) -> None:
+    node = config._get_node(key)
+    if OmegaConf.is_config(node):
+        OmegaConf.to_container(node, resolve=True)
+    else:
+        _ = config[key]  # a leaf at the top

@@ -58,6 +58,7 @@ _STATUS_OF_TYPE = {
     "KeyboardInterrupt": Status.interrupted,
     "Interrupted": Status.interrupted,
     "SystemExit": Status.killed,
+    "UncompletedJobError": Status.killed,  # submitit's, of a job that left no result
 }
 # CUDA and the CPU allocator say so in an error of another type when it is not torch's caching allocator that fails.
 _OUT_OF_MEMORY_TEXTS = ("CUDA error: out of memory", "DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")

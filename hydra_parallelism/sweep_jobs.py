@@ -193,7 +193,8 @@ def _result_of(job: Any) -> JobReturn:
     """What the tasks of a job came to together: rank 0's value, or the failure that the others follow from."""
     try:
         tasks: list[JobReturn] = job.results()
-    except Exception as error:  # noqa: BLE001 - whatever submitit says of a job that died
+    except Exception as error:  # noqa: BLE001 - whatever submitit says of a job that died, in several lines
+        error.args = (" ".join(line.strip() for line in str(error).splitlines()[:2]),)
         return _failed(error)
     failures = [
         Failure(rank, 1, text=str(task._return_value), kind=type(task._return_value).__name__, moment=rank)

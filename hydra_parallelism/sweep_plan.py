@@ -28,6 +28,7 @@ __all__ = ["Candidate", "Plan", "describe", "make_plan"]
 
 _MOST_LAYOUTS = 1000
 """An enumeration of more layouts needs ``max_jobs``: nobody runs them all, and composing them takes minutes."""
+_NAMES = "|".join(FACTORS)
 
 
 @dataclass
@@ -214,7 +215,7 @@ def _in_one_line(error: ConfigurationError) -> str:
     """What is wrong, without the factors of 1 and without the remedy: a sweep has other layouts to run."""
     lines = [line.strip() for line in str(error).splitlines() if not line.lstrip().startswith("try:")]
     text = " ".join(lines[1:] if len(lines) > 1 and lines[0].endswith(":") else lines)
-    return re.sub(r"\b\w+=1 \* |( \* \w+=1)+(?=[: ])", "", text)
+    return re.sub(rf"\b(?:{_NAMES})=1 \* |(?: \* (?:{_NAMES})=1)+(?=[: ])", "", text)
 
 
 def _fingerprint(composed: DictConfig, key: str, candidate: Candidate) -> str:
