@@ -4,11 +4,14 @@ import gc
 import sys
 from multiprocessing import process
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.utils import _pytree
 
-__all__ = ["child_processes", "default_store", "registered_groups", "release_meshes"]
+__all__ = ["child_processes", "default_store", "flatten", "is_view", "registered_groups", "release_meshes", "unflatten"]
 
 
 def default_store() -> dist.Store:
@@ -24,6 +27,21 @@ def registered_groups() -> int:
 def child_processes() -> list[BaseProcess]:
     """Processes that multiprocessing has started here. Its public list polls them, which another thread must not do."""
     return list(process._children)  # type: ignore[attr-defined]
+
+
+def flatten(value: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested containers in a fixed order, and what :func:`unflatten` needs to put them back."""
+    return _pytree.tree_flatten(value)
+
+
+def unflatten(leaves: list[Any], spec: Any) -> Any:
+    """The containers of :func:`flatten` around other leaves."""
+    return _pytree.tree_unflatten(leaves, spec)
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether a tensor shares the memory of another one as autograd sees it."""
+    return tensor._is_view()  # type: ignore[no-untyped-call,no-any-return]
 
 
 def release_meshes() -> None:

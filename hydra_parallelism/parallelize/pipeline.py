@@ -1,0 +1,288 @@
+"""The pipeline axis: stages on the ranks along ``pp``, micro-batches through them by torch's schedules.
+
+Three steps, so that the other axes can be applied to each stage in between, as the whole of a model would be:
+
+1. :func:`plan_pipeline` judges: schedule, micro-batches, which unit goes to which stage, parameters that two would share.
+2. :func:`cut` takes from the model what the stages of this rank hold.
+3. :class:`PipelinedModel` makes the stages run.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.distributed.tensor import DTensor
+
+from .. import _compat
+from ..config import ParallelismConfig
+from ..errors import ConfigurationError
+from ..runtime import ParallelContext
+from ..topology import Topology
+from .flow import Flow
+from .merge import adopt
+from .part import Call, Part, QuietStage
+from .stages import Unit, choose_microbatches, divide, rank_of, stages_of
+from .units import cut_out, find_units, furnish, refuse_shared, take_shapes
+
+__all__ = ["Cut", "PipelinePlan", "PipelinedModel", "cut", "plan_pipeline"]
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """How a model is cut, settled before it is."""
+
+    units: tuple[Unit, ...]
+    """In the order in which they run."""
+    division: tuple[tuple[str, ...], ...]
+    """Names of the units of each stage."""
+    schedule: str
+    """Name of the schedule, as torch spells it."""
+    microbatches: int
+    pp: int
+    key: str
+    """Dotted path of the config, for messages."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What one rank keeps of a model."""
+
+    plan: PipelinePlan
+    parts: dict[int, nn.Module]
+    """Stage -> the part of the model that it holds, for the stages of this rank, first to last."""
+    skeleton: nn.Module
+    """The model without any unit."""
+    shapes: Mapping[str, nn.Module | Tensor]
+    """Unit -> its copy without storage."""
+
+
+def plan_pipeline(model: nn.Module, config: ParallelismConfig, topology: Topology, key: str = "parallelism") -> PipelinePlan:
+    """Settle how a model is cut. Pure, and the same on every rank.
+
+    Raises:
+        ConfigurationError: Too few blocks, a split that names a module twice or not at all, a number of micro-batches that the
+            schedule cannot run, or a parameter that two stages would share.
+    """
+    schedule, pp = config.pipeline.schedule.name, topology.pp
+    microbatches = choose_microbatches(config.pipeline.microbatches, schedule, pp, key)
+    units = find_units(model, config.pipeline.split, key)
+    division = divide(units, config.pipeline.split, schedule, pp, key)
+    refuse_shared(model, division, key)
+    return PipelinePlan(tuple(units), division, schedule, microbatches, pp, key)
+
+
+def cut(model: nn.Module, plan: PipelinePlan, context: ParallelContext) -> Cut:
+    """Take what the stages of this rank hold. The model is used up: its modules are in the parts, under their old names.
+
+    Where another stage has a unit, a part has ``None`` until :class:`PipelinedModel` is made.
+    """
+    shapes = take_shapes(model, plan.units)
+    mine = stages_of(context.coordinate["pp"], plan.schedule, plan.pp)
+    parts = {stage: cut_out(model, plan.units, plan.division[stage]) for stage in mine}
+    return Cut(plan, parts, cut_out(model, plan.units, ()), shapes)
+
+
+class PipelinedModel(nn.Module):
+    """The stages of this rank. Its parameters have the names that they have in the whole model.
+
+    Train it with :func:`hydra_parallelism.forward_backward`. Calling it runs forward only, under ``torch.no_grad()``.
+    """
+
+    def __init__(self, pieces: Cut, context: ParallelContext) -> None:
+        """Make the stages run, after the other axes have been applied to each of ``pieces.parts``."""
+        super().__init__()
+        plan = self.plan = pieces.plan
+        self._context, self._group = context, context.mesh["pp"].get_group()
+        bare = [unit.name for unit in plan.units if unit.is_bare]
+        stand_ins = furnish(pieces.skeleton, plan.units, pieces.shapes, context.device)
+        self._flow = (Flow(pieces.skeleton, stand_ins, bare, plan.division, plan.key),)  # a tuple hides its modules
+        self._parts = tuple(self._furnish(stage, module, pieces) for stage, module in pieces.parts.items())
+        self._is_end = len(plan.division) - 1 in pieces.parts
+        self._end_rank = rank_of(len(plan.division) - 1, plan.schedule, plan.pp)
+        self._runs: dict[bool, _Run] = {}
+        for part in self._parts:
+            adopt(self, part.module, [unit for unit in plan.units if unit.name in plan.division[part.index]], plan.units)
+
+    def _furnish(self, stage: int, module: nn.Module, pieces: Cut) -> Part:
+        plan, first = self.plan, self._flow[0].first
+        gaps = [unit for unit in plan.units if unit.name not in plan.division[stage]]
+        stand_ins = furnish(module, gaps, pieces.shapes, self._context.device)
+        part = Part(
+            stage,
+            module,
+            entry=module.get_submodule(first[stage]) if stage else None,
+            exit=stand_ins[first[stage + 1]] if stage + 1 < len(first) else None,
+        )
+        part.hook()
+        return part
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages that this rank holds."""
+        return tuple(part.index for part in self._parts)
+
+    def train(self, mode: bool = True) -> "PipelinedModel":
+        """Set training mode, also of what is on every stage, such as dropout."""
+        super().train(mode)
+        for part in getattr(self, "_parts", ()):
+            part.module.train(mode)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the whole model for this data rank's batch, on every rank of its pipeline.
+
+        Collective: call on all ranks, under ``torch.no_grad()``.
+
+        Raises:
+            ConfigurationError: Gradients are enabled, or the batch does not divide into micro-batches.
+        """
+        if torch.is_grad_enabled():
+            raise ConfigurationError(
+                f"a model in {len(self.plan.division)} pipeline stages has no output to call backward() on: "
+                "each stage runs its own backward as the schedule says\n"
+                "  try: loss = hydra_parallelism.forward_backward(model, inputs, targets, loss_fn), or torch.no_grad() around "
+                "the call"
+            )
+        call = self._judge(args, kwargs)
+        run = self._run_for(call, train=False)
+        return self._share(run.forward(call))
+
+    def run_step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any, loss_fn: Any, *, steps: int, synchronize: bool
+    ) -> Tensor:
+        """What :func:`hydra_parallelism.forward_backward` does with a pipeline. Collective: call on all ranks."""
+        call = self._judge(args, kwargs)
+        is_new = True not in self._runs or self._runs[True].signature != call.signature
+        held = self._lay_aside() if is_new else {}
+        run = self._run_for(call, train=True)
+        losses = run.step(call, targets, loss_fn, steps, synchronize)
+        for parameter, gradient in held.items():
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        loss = torch.stack(losses).mean() if losses else torch.zeros((), device=self._context.device)
+        dist.broadcast(loss, group=self._group, group_src=self._end_rank)
+        return loss
+
+    def _judge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        call, count = Call.of(args, kwargs), self.plan.microbatches
+        if call.batch % count or not call.batch:
+            fits = [n for n in range(1, call.batch + 1) if call.batch % n == 0]
+            raise ConfigurationError(
+                f"{self.plan.key}.pipeline.microbatches={count} does not divide the {call.batch} samples of this data rank's "
+                f"batch, and the parts must be equal\n"
+                f"  try: {self.plan.key}.pipeline.microbatches={min(fits, key=lambda n: abs(n - count), default=1)}, "
+                f"or {max(1, -(-call.batch // count)) * count} samples"
+            )
+        return call
+
+    def _run_for(self, call: Call, *, train: bool) -> "_Run":
+        """Schedules hold buffers of one shape; another one needs another schedule."""
+        run = self._runs.get(train)
+        if run is None or run.signature != call.signature or run.training != self.training:
+            slots = self._flow[0].trace(*call.first(self.plan.microbatches), training=self.training)
+            run = self._runs[train] = _Run(self, call, slots, train=train)
+        return run
+
+    def _lay_aside(self) -> dict[nn.Parameter, Tensor]:
+        """Gradients of earlier steps: a schedule that starts anew measures shapes with a trial run and clears up after it."""
+        held = {parameter: parameter.grad for parameter in self.parameters() if parameter.grad is not None}
+        for parameter in held:
+            parameter.grad = None
+        for part in self._parts:
+            if isinstance(part.module, FSDPModule):  # gradients not reduced yet must stay so
+                part.module.set_requires_gradient_sync(False)
+        return held
+
+    def _share(self, output: Any) -> Any:
+        """Give every rank of the pipeline the output of the last stage."""
+        header: list[Any] = [None]
+        tensors: list[Tensor] = []
+        if self._is_end:
+            leaves, spec = _compat.flatten(output)
+            leaves = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+            tensors = [leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor)]
+            shapes = [_Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            header = [_compat.unflatten(shapes, spec)]
+        dist.broadcast_object_list(header, group=self._group, group_src=self._end_rank)
+        leaves, spec = _compat.flatten(header[0])
+        if not self._is_end:
+            shapes = [leaf for leaf in leaves if isinstance(leaf, _Shape)]
+            tensors = [torch.empty(shape.size, dtype=shape.dtype, device=self._context.device) for shape in shapes]
+        for tensor in tensors:
+            dist.broadcast(tensor, group=self._group, group_src=self._end_rank)
+        found = iter(tensors)
+        return _compat.unflatten([next(found) if isinstance(leaf, _Shape) else leaf for leaf in leaves], spec)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """In place of a tensor that follows."""
+
+    size: torch.Size
+    dtype: torch.dtype
+
+
+class _Run:
+    """A schedule for calls of one signature, with the buffers it holds."""
+
+    def __init__(self, model: PipelinedModel, call: Call, slots: dict[int, tuple[int, ...]], *, train: bool) -> None:
+        plan, group, device = model.plan, model._group, model._context.device
+        self.signature, self.training = call.signature, model.training
+        self._parts, self._count, self._slots = model._parts, plan.microbatches, slots
+        self._is_end = model._is_end
+        self._stages = [
+            QuietStage(part.module, part.index, len(plan.division), device, group=group)  # type: ignore[no-untyped-call]
+            for part in self._parts
+        ]
+        kind = get_schedule_class(plan.schedule)
+        stages = self._stages if issubclass(kind, PipelineScheduleMulti) else self._stages[0]
+        # Torch would divide gradients by the number of micro-batches after each step, those of earlier steps again and again.
+        self._schedule = kind(stages, plan.microbatches, loss_fn=self._loss if train else None, scale_grads=False)
+        self._targets: list[Any] = []
+        self._loss_fn: Any = None
+        self._divisor = 1
+        self._losses: list[Tensor] = []
+
+    def forward(self, call: Call) -> Any:
+        """Output of the last stage where this rank holds it."""
+        self._begin(call)
+        tensors = self._schedule.step(**call.whole)
+        return self._parts[-1].rebuild_output(tensors) if self._is_end else None
+
+    def step(self, call: Call, targets: Any, loss_fn: Any, steps: int, synchronize: bool) -> list[Tensor]:
+        """Losses of the micro-batches where this rank holds the last stage."""
+        self._begin(call)
+        self._loss_fn, self._divisor = loss_fn, self._count * steps
+        self._targets = _cut_targets(targets, self._count, call.batch)
+        for stage in self._stages:
+            stage.synchronizes = synchronize
+        # The schedule hands out a number in place of targets, so that these may be anything.
+        target = {"target": torch.arange(self._count)} if self._is_end else {}
+        self._losses = []
+        self._schedule.step(**call.whole, **target, return_outputs=False)
+        losses, self._losses, self._targets, self._loss_fn = self._losses, [], [], None
+        return losses[-self._count :]  # a schedule's first step begins with a trial
+
+    def _begin(self, call: Call) -> None:
+        for part in self._parts:
+            part.call = call
+            part.entry_slots = self._slots.get(part.index, ())
+            part.exit_slots = self._slots.get(part.index + 1, ())
+
+    def _loss(self, output: Any, number: Tensor) -> Tensor:
+        loss: Tensor = self._loss_fn(self._parts[-1].rebuild_output(output), self._targets[int(number)])
+        self._losses.append(loss.detach().clone())
+        return loss / self._divisor
+
+
+def _cut_targets(targets: Any, count: int, batch: int) -> list[Any]:
+    leaves, spec = _compat.flatten(targets)
+    pieces = [
+        leaf.chunk(count) if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == batch else (leaf,) * count
+        for leaf in leaves
+    ]
+    return [_compat.unflatten([piece[n] for piece in pieces], spec) for n in range(count)]
