@@ -26,7 +26,8 @@ from ..topology import Topology
 from .flow import Flow
 from .merge import adopt
 from .part import Call, Part, QuietStage
-from .stages import Unit, choose_microbatches, divide, rank_of, stages_of
+from .relay import Relay
+from .stages import Unit, choose_microbatches, divide, rank_of, splits_backward, stages_of
 from .units import cut_out, find_units, furnish, refuse_shared, take_shapes
 
 __all__ = ["Cut", "PipelinePlan", "PipelinedModel", "cut", "plan_pipeline"]
@@ -104,9 +105,24 @@ class PipelinedModel(nn.Module):
         self._parts = tuple(self._furnish(stage, module, pieces) for stage, module in pieces.parts.items())
         self._is_end = len(plan.division) - 1 in pieces.parts
         self._end_rank = rank_of(len(plan.division) - 1, plan.schedule, plan.pp)
-        self._runs: dict[bool, _Run] = {}
+        self._relay = Relay(self._parts, lambda stage: rank_of(stage, plan.schedule, plan.pp), self._group, context.device)
+        self._slots: dict[Any, dict[int, tuple[int, ...]]] = {}
+        self._run: _Run | None = None
+        self._keep_gathered()
         for part in self._parts:
             adopt(self, part.module, [unit for unit in plan.units if unit.name in plan.division[part.index]], plan.units)
+
+    def _keep_gathered(self) -> None:
+        """Schedules that run the backward of inputs and of weights apart find no weights where FSDP has freed them between.
+
+        Torch then leaves out their gradients without a word (2.13: ``stage_backward_input`` asks for the parameters before
+        FSDP's hooks have gathered them).
+        """
+        if splits_backward(self.plan.schedule):
+            for part in self._parts:
+                for module in part.module.modules():
+                    if isinstance(module, FSDPModule):
+                        module.set_reshard_after_forward(False, recurse=False)
 
     def _furnish(self, stage: int, module: nn.Module, pieces: Cut) -> Part:
         plan, first = self.plan, self._flow[0].first
@@ -149,18 +165,20 @@ class PipelinedModel(nn.Module):
                 "the call"
             )
         call = self._judge(args, kwargs)
-        run = self._run_for(call, train=False)
-        return self._share(run.forward(call))
+        self._begin(call)
+        return self._share(self._relay.run(call, self.plan.microbatches))
 
     def run_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any, loss_fn: Any, *, steps: int, synchronize: bool
     ) -> Tensor:
         """What :func:`hydra_parallelism.forward_backward` does with a pipeline. Collective: call on all ranks."""
         call = self._judge(args, kwargs)
-        is_new = True not in self._runs or self._runs[True].signature != call.signature
+        is_new = self._run is None or self._run.signature != call.signature
+        self._begin(call)
         held = self._lay_aside() if is_new else {}
-        run = self._run_for(call, train=True)
-        losses = run.step(call, targets, loss_fn, steps, synchronize)
+        if is_new or self._run is None:
+            self._run = _Run(self, call)
+        losses = self._run.step(call, targets, loss_fn, steps, synchronize)
         for parameter, gradient in held.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         loss = torch.stack(losses).mean() if losses else torch.zeros((), device=self._context.device)
@@ -179,13 +197,16 @@ class PipelinedModel(nn.Module):
             )
         return call
 
-    def _run_for(self, call: Call, *, train: bool) -> "_Run":
-        """Schedules hold buffers of one shape; another one needs another schedule."""
-        run = self._runs.get(train)
-        if run is None or run.signature != call.signature or run.training != self.training:
-            slots = self._flow[0].trace(*call.first(self.plan.microbatches), training=self.training)
-            run = self._runs[train] = _Run(self, call, slots, train=train)
-        return run
+    def _begin(self, call: Call) -> None:
+        """Tell the stages what they will be called with, and check the flow between them when that is new."""
+        signature = (call.signature, self.training)
+        if signature not in self._slots:
+            self._slots[signature] = self._flow[0].trace(*call.first(self.plan.microbatches), training=self.training)
+        slots = self._slots[signature]
+        for part in self._parts:
+            part.call = call
+            part.entry_slots = slots.get(part.index, ())
+            part.exit_slots = slots.get(part.index + 1, ())
 
     def _lay_aside(self) -> dict[nn.Parameter, Tensor]:
         """Gradients of earlier steps: a schedule that starts anew measures shapes with a trial run and clears up after it."""
@@ -229,33 +250,25 @@ class _Shape:
 class _Run:
     """A schedule for calls of one signature, with the buffers it holds."""
 
-    def __init__(self, model: PipelinedModel, call: Call, slots: dict[int, tuple[int, ...]], *, train: bool) -> None:
+    def __init__(self, model: PipelinedModel, call: Call) -> None:
         plan, group, device = model.plan, model._group, model._context.device
-        self.signature, self.training = call.signature, model.training
-        self._parts, self._count, self._slots = model._parts, plan.microbatches, slots
-        self._is_end = model._is_end
+        self.signature = call.signature
+        self._count, self._is_end, self._end = plan.microbatches, model._is_end, model._parts[-1]
         self._stages = [
             QuietStage(part.module, part.index, len(plan.division), device, group=group)  # type: ignore[no-untyped-call]
-            for part in self._parts
+            for part in model._parts
         ]
         kind = get_schedule_class(plan.schedule)
         stages = self._stages if issubclass(kind, PipelineScheduleMulti) else self._stages[0]
         # Torch would divide gradients by the number of micro-batches after each step, those of earlier steps again and again.
-        self._schedule = kind(stages, plan.microbatches, loss_fn=self._loss if train else None, scale_grads=False)
+        self._schedule = kind(stages, plan.microbatches, loss_fn=self._loss, scale_grads=False)
         self._targets: list[Any] = []
         self._loss_fn: Any = None
         self._divisor = 1
         self._losses: list[Tensor] = []
 
-    def forward(self, call: Call) -> Any:
-        """Output of the last stage where this rank holds it."""
-        self._begin(call)
-        tensors = self._schedule.step(**call.whole)
-        return self._parts[-1].rebuild_output(tensors) if self._is_end else None
-
     def step(self, call: Call, targets: Any, loss_fn: Any, steps: int, synchronize: bool) -> list[Tensor]:
         """Losses of the micro-batches where this rank holds the last stage."""
-        self._begin(call)
         self._loss_fn, self._divisor = loss_fn, self._count * steps
         self._targets = _cut_targets(targets, self._count, call.batch)
         for stage in self._stages:
@@ -267,14 +280,8 @@ class _Run:
         losses, self._losses, self._targets, self._loss_fn = self._losses, [], [], None
         return losses[-self._count :]  # a schedule's first step begins with a trial
 
-    def _begin(self, call: Call) -> None:
-        for part in self._parts:
-            part.call = call
-            part.entry_slots = self._slots.get(part.index, ())
-            part.exit_slots = self._slots.get(part.index + 1, ())
-
     def _loss(self, output: Any, number: Tensor) -> Tensor:
-        loss: Tensor = self._loss_fn(self._parts[-1].rebuild_output(output), self._targets[int(number)])
+        loss: Tensor = self._loss_fn(self._end.rebuild_output(output), self._targets[int(number)])
         self._losses.append(loss.detach().clone())
         return loss / self._divisor
 

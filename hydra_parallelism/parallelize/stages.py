@@ -20,11 +20,12 @@ from typing import Any
 
 from ..errors import ConfigurationError
 
-__all__ = ["Unit", "arrange", "balance", "choose_microbatches", "divide", "rank_of", "stages_of", "stages_per_rank"]
+__all__ = ["Unit", "arrange", "balance", "choose_microbatches", "divide", "rank_of", "splits_backward", "stages_of", "stages_per_rank"]
 
 _SINGLE = ("GPipe", "1F1B")
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 _NEEDS_AS_MANY_AS_STAGES = ("1F1B", "DualPipeV")
+_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 
 
@@ -57,6 +58,11 @@ def stages_of(rank: int, schedule: str, pp: int) -> tuple[int, ...]:
 def rank_of(stage: int, schedule: str, pp: int) -> int:
     """The rank of ``pp`` that holds a stage."""
     return next(rank for rank in range(pp) if stage in stages_of(rank, schedule, pp))
+
+
+def splits_backward(schedule: str) -> bool:
+    """Whether a schedule runs the backward of inputs and that of weights apart."""
+    return schedule in _SPLIT_BACKWARD
 
 
 def choose_microbatches(given: int | None, schedule: str, pp: int, key: str) -> int:
