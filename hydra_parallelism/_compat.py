@@ -41,7 +41,7 @@ def unflatten(leaves: list[Any], spec: Any) -> Any:
 
 def is_view(tensor: Tensor) -> bool:
     """Whether a tensor shares the memory of another one as autograd sees it."""
-    return tensor._is_view()  # type: ignore[no-untyped-call,no-any-return]
+    return tensor._is_view()
 
 
 def release_meshes() -> None:

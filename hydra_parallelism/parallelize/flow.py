@@ -106,5 +106,5 @@ class Flow:
         raise ConfigurationError(
             f"{where} reads what {sources_} computes, and a pipeline hands on only what the first module of the next stage is "
             f"called with ({', '.join(f'stage {n}: {name}' for n, name in enumerate(self.first) if n)})\n"
-            f"  try: {self._key}.pipeline.split with both in one stage, in the order in which they run, or {self._key}.pp_size=1"
+            f"  try: {self._key}.pipeline.split with both in one stage, in the order they run in, or {self._key}.pp_size=1"
         )

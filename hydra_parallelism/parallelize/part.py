@@ -135,14 +135,14 @@ class QuietStage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Called by every schedule once all micro-batches are through, also when there was no backward."""
         if self.has_backward and self.synchronizes:
-            super().perform_reduce_grad(grad_scale_factor)  # type: ignore[no-untyped-call]
+            super().perform_reduce_grad(grad_scale_factor)
 
 
 def _watched(tensor: Tensor) -> Tensor:
     """A received tensor whose gradient can be sent back, which takes contiguous memory."""
     if tensor.requires_grad:
         tensor = tensor.view_as(tensor)  # the buffer is used again and again, and would collect hooks
-        tensor.register_hook(torch.Tensor.contiguous)
+        tensor.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
     return tensor
 
 

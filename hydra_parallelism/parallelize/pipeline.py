@@ -254,10 +254,7 @@ class _Run:
         plan, group, device = model.plan, model._group, model._context.device
         self.signature = call.signature
         self._count, self._is_end, self._end = plan.microbatches, model._is_end, model._parts[-1]
-        self._stages = [
-            QuietStage(part.module, part.index, len(plan.division), device, group=group)  # type: ignore[no-untyped-call]
-            for part in model._parts
-        ]
+        self._stages = [QuietStage(part.module, part.index, len(plan.division), device, group=group) for part in model._parts]
         kind = get_schedule_class(plan.schedule)
         stages = self._stages if issubclass(kind, PipelineScheduleMulti) else self._stages[0]
         # Torch would divide gradients by the number of micro-batches after each step, those of earlier steps again and again.

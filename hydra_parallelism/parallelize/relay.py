@@ -70,4 +70,3 @@ class Relay:
     def _join(self, outputs: list[tuple[Tensor, ...]]) -> Any:
         """One output for the batch: tensors put together along dim 0, everything else from the last micro-batch."""
         return self._parts[-1].rebuild_output(tuple(torch.cat(tensors) for tensors in zip(*outputs, strict=True)))
-

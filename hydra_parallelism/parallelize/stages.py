@@ -20,7 +20,17 @@ from typing import Any
 
 from ..errors import ConfigurationError
 
-__all__ = ["Unit", "arrange", "balance", "choose_microbatches", "divide", "rank_of", "splits_backward", "stages_of", "stages_per_rank"]
+__all__ = [
+    "Unit",
+    "arrange",
+    "balance",
+    "choose_microbatches",
+    "divide",
+    "rank_of",
+    "splits_backward",
+    "stages_of",
+    "stages_per_rank",
+]
 
 _SINGLE = ("GPipe", "1F1B")
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
@@ -91,7 +101,7 @@ def choose_microbatches(given: int | None, schedule: str, pp: int, key: str) -> 
 
 
 def arrange(units: Sequence[Unit], plan: Mapping[str, tuple[Sequence[str], Sequence[str]]]) -> list[Unit]:
-    """Put units into the order in which they run, by Transformers' plan of what modules read and write (``base_model_pp_plan``).
+    """Put units into the order they run in, by Transformers' plan of what modules read and write (``base_model_pp_plan``).
 
     A module that reads nothing that another one writes is first, one that writes nothing that another one reads is last. Units
     that the plan does not name stay where they are, and so does everything else that the plan leaves open.

@@ -48,7 +48,8 @@ class Traced(Tensor):
 
 def trace(tensor: Tensor, origin: str) -> Traced:
     """Mark a tensor as the output of a unit."""
-    return _mark(tensor.as_subclass(Traced), frozenset({origin}))
+    traced: Traced = _mark(tensor.as_subclass(Traced), frozenset({origin}))
+    return traced
 
 
 def sources(leaves: list[Any]) -> frozenset[str]:

@@ -1,8 +1,8 @@
 """One training step's forward and backward, the same call with and without a pipeline.
 
-    for step in accumulate(model, 4):
-        loss = forward_backward(model, *batch(step), loss_fn)
-    optimizer.step()
+for step in accumulate(model, 4):
+    loss = forward_backward(model, *batch(step), loss_fn)
+optimizer.step()
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -79,7 +79,9 @@ def accumulate(model: nn.Module, steps: int) -> Iterator[int]:
         ConfigurationError: ``steps`` is below 1.
     """
     if steps < 1:
-        raise ConfigurationError(f"accumulate(model, steps={steps}): an optimizer step needs at least one batch\n  try: steps=1")
+        raise ConfigurationError(
+            f"accumulate(model, steps={steps}): a step of the optimizer needs a batch\n  try: steps=1"
+        )
     return _count(model, steps)
 
 

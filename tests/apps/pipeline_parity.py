@@ -54,7 +54,7 @@ def reference(case: dict[str, Any]) -> tuple[list[float], list[float], dict[str,
         norms.append(torch.stack([p.grad.norm() for p in model.parameters()]).norm().item())
         optimizer.step()
     with torch.no_grad():
-        output = model(**{"tokens": data.inputs, "scale": 0.5}) if case["model"] == "llama" else model(data.inputs)
+        output = model(tokens=data.inputs, scale=0.5) if case["model"] == "llama" else model(data.inputs)
     return losses, norms, dict(model.state_dict()), output
 
 
@@ -112,7 +112,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             optimizer.step()
         for name, parameter in model.named_parameters():
             report["weight"] = max(report["weight"], (full(parameter) - weights[name]).abs().max().item())
-        report["names"] = sorted(set(dict(model.named_parameters())) ^ {n for n in model.state_dict()})
+        report["names"] = sorted(set(dict(model.named_parameters())) ^ set(model.state_dict()))
         with torch.no_grad():
             tokens = data.inputs[mine]
             mine_out = model(tokens=tokens, scale=0.5) if case["model"] == "llama" else model(tokens)

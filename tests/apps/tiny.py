@@ -21,7 +21,9 @@ class Attention(nn.Module):
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
         if rotation is not None:
             cos, sin = rotation
-            q, k = (t * cos + torch.cat([-t[..., self.head_dim // 2 :], t[..., : self.head_dim // 2]], -1) * sin for t in (q, k))
+            q, k = (
+                t * cos + torch.cat([-t[..., self.head_dim // 2 :], t[..., : self.head_dim // 2]], -1) * sin for t in (q, k)
+            )
         return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
