@@ -12,6 +12,7 @@ from . import resolvers as _resolvers
 if TYPE_CHECKING:
     from .config import ContextParallelConfig, FSDPConfig, ParallelismConfig, PipelineConfig, RuntimeConfig, WithParallelism
     from .errors import ConfigurationError, LaunchError, ParallelismError
+    from .parallelize import parallelize
     from .runtime import ParallelContext, current, init, parallel_context, shutdown
     from .topology import Topology, resolve
 
@@ -30,6 +31,7 @@ __all__ = [
     "current",
     "init",
     "parallel_context",
+    "parallelize",
     "resolve",
     "shutdown",
 ]
@@ -45,6 +47,7 @@ _HOMES = {
         "RuntimeConfig",
         "WithParallelism",
     ),
+    "parallelize": ("parallelize",),
     "errors": ("ConfigurationError", "LaunchError", "ParallelismError"),
     "runtime": ("ParallelContext", "current", "init", "parallel_context", "shutdown"),
     "topology": ("Topology", "resolve"),
