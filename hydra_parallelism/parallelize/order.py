@@ -17,12 +17,12 @@ from ..errors import ConfigurationError
 from ..options import read_config
 from ..runtime import ParallelContext, current
 from . import blocks, data, recompute, sequence, tensor, weights
+from .pipeline import PipelinedModel, cut, plan_pipeline
 from .recipe import Recipe
 
 __all__ = ["apply", "parallelize", "prepare"]
 
 _NOT_APPLIED = {
-    "pp": "pp_size",
     "cfg": "cfg_parallel",
     "ring": "context_parallel.ring_degree",
     "ulysses": "context_parallel.ulysses_degree",
@@ -52,7 +52,8 @@ def parallelize(
         state_dict: Whole state dict to start from; needed on rank 0 only.
 
     Returns:
-        The model, changed in place.
+        The model, changed in place; at ``pp_size > 1`` a :class:`~.pipeline.PipelinedModel` of this rank's stages, which is
+        trained through :func:`~hydra_parallelism.forward_backward`.
 
     Raises:
         ConfigurationError: Something declared cannot be done to this model, or is not applied by this release. The same on every
@@ -67,10 +68,21 @@ def parallelize(
     weights.judge(model, init_weights, state_dict, recipe.key)
     weights.agree(model, context, recipe.key)
     plan = weights.blueprint(model)
-    apply(model, recipe, context)
+    if context.topology.pp == 1:
+        apply(model, recipe, context)
+    else:  # another type: its stages run in a schedule, so it is not called as the model was
+        model = _pipeline(model, recipe, context)
     offload = recipe.config.fsdp.cpu_offload
     weights.fill(model, plan, context, init_weights=init_weights, state_dict=state_dict, offload=offload)
     return model
+
+
+def _pipeline(model: nn.Module, recipe: Recipe, context: ParallelContext) -> PipelinedModel:
+    """Cut a model into stages, do to each of this rank's what the recipe says, and make them run."""
+    pieces = cut(model, plan_pipeline(model, recipe.config, context.topology, recipe.key), context)
+    for part in pieces.parts.values():
+        apply(part, recipe, context)
+    return PipelinedModel(pieces, context)
 
 
 def prepare(model: nn.Module, context: ParallelContext, *, config: Any = None) -> Recipe:
@@ -91,6 +103,8 @@ def prepare(model: nn.Module, context: ParallelContext, *, config: Any = None) -
     rules = tensor.choose_rules(model, read, topology.tp, key)
     zones = tensor.find_zones(model, rules, block_names, topology.tp, key)
     sequence.judge(model, read, block_names, zones, key)
+    if topology.pp > 1:
+        plan_pipeline(model, read, topology, key)
     return Recipe(
         config=read,
         key=key,

@@ -97,7 +97,7 @@ class PipelinedModel(nn.Module):
     def __init__(self, pieces: Cut, context: ParallelContext) -> None:
         """Make the stages run, after the other axes have been applied to each of ``pieces.parts``."""
         super().__init__()
-        plan = self.plan = pieces.plan
+        plan = self.pipeline_plan = pieces.plan
         self._context, self._group = context, context.mesh["pp"].get_group()
         bare = [unit.name for unit in plan.units if unit.is_bare]
         stand_ins = furnish(pieces.skeleton, plan.units, pieces.shapes, context.device)
@@ -109,8 +109,7 @@ class PipelinedModel(nn.Module):
         self._slots: dict[Any, dict[int, tuple[int, ...]]] = {}
         self._run: _Run | None = None
         self._keep_gathered()
-        for part in self._parts:
-            adopt(self, part.module, [unit for unit in plan.units if unit.name in plan.division[part.index]], plan.units)
+        self._assemble()
 
     def _keep_gathered(self) -> None:
         """Schedules that run the backward of inputs and of weights apart find no weights where FSDP has freed them between.
@@ -118,14 +117,14 @@ class PipelinedModel(nn.Module):
         Torch then leaves out their gradients without a word (2.13: ``stage_backward_input`` asks for the parameters before
         FSDP's hooks have gathered them).
         """
-        if splits_backward(self.plan.schedule):
+        if splits_backward(self.pipeline_plan.schedule):
             for part in self._parts:
                 for module in part.module.modules():
                     if isinstance(module, FSDPModule):
                         module.set_reshard_after_forward(False, recurse=False)
 
     def _furnish(self, stage: int, module: nn.Module, pieces: Cut) -> Part:
-        plan, first = self.plan, self._flow[0].first
+        plan, first = self.pipeline_plan, self._flow[0].first
         gaps = [unit for unit in plan.units if unit.name not in plan.division[stage]]
         stand_ins = furnish(module, gaps, pieces.shapes, self._context.device)
         part = Part(
@@ -137,8 +136,22 @@ class PipelinedModel(nn.Module):
         part.hook()
         return part
 
+    def _assemble(self) -> None:
+        """Make this the tree of modules that the stages hold together."""
+        for held in (self._modules, self._parameters, self._buffers):
+            held.clear()
+        for part in self._parts:
+            adopt(self, part.module, self.pipeline_plan.division[part.index], self.pipeline_plan.units)
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> "PipelinedModel":
+        """Give what is on ``meta`` storage, in every stage."""
+        for part in self._parts:
+            part.module.to_empty(device=device, recurse=recurse)
+        self._assemble()
+        return self
+
     @property
-    def stages(self) -> tuple[int, ...]:
+    def local_stages(self) -> tuple[int, ...]:
         """The stages that this rank holds."""
         return tuple(part.index for part in self._parts)
 
@@ -159,14 +172,14 @@ class PipelinedModel(nn.Module):
         """
         if torch.is_grad_enabled():
             raise ConfigurationError(
-                f"a model in {len(self.plan.division)} pipeline stages has no output to call backward() on: "
+                f"a model in {len(self.pipeline_plan.division)} pipeline stages has no output to call backward() on: "
                 "each stage runs its own backward as the schedule says\n"
                 "  try: loss = hydra_parallelism.forward_backward(model, inputs, targets, loss_fn), or torch.no_grad() around "
                 "the call"
             )
         call = self._judge(args, kwargs)
         self._begin(call)
-        return self._share(self._relay.run(call, self.plan.microbatches))
+        return self._share(self._relay.run(call, self.pipeline_plan.microbatches))
 
     def run_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any, loss_fn: Any, *, steps: int, synchronize: bool
@@ -186,13 +199,13 @@ class PipelinedModel(nn.Module):
         return loss
 
     def _judge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        call, count = Call.of(args, kwargs), self.plan.microbatches
+        call, count = Call.of(args, kwargs), self.pipeline_plan.microbatches
         if call.batch % count or not call.batch:
             fits = [n for n in range(1, call.batch + 1) if call.batch % n == 0]
             raise ConfigurationError(
-                f"{self.plan.key}.pipeline.microbatches={count} does not divide the {call.batch} samples of this data rank's "
+                f"{self.pipeline_plan.key}.pipeline.microbatches={count} does not divide the {call.batch} samples of this data rank's "
                 f"batch, and the parts must be equal\n"
-                f"  try: {self.plan.key}.pipeline.microbatches={min(fits, key=lambda n: abs(n - count), default=1)}, "
+                f"  try: {self.pipeline_plan.key}.pipeline.microbatches={min(fits, key=lambda n: abs(n - count), default=1)}, "
                 f"or {max(1, -(-call.batch // count)) * count} samples"
             )
         return call
@@ -201,7 +214,7 @@ class PipelinedModel(nn.Module):
         """Tell the stages what they will be called with, and check the flow between them when that is new."""
         signature = (call.signature, self.training)
         if signature not in self._slots:
-            self._slots[signature] = self._flow[0].trace(*call.first(self.plan.microbatches), training=self.training)
+            self._slots[signature] = self._flow[0].trace(*call.first(self.pipeline_plan.microbatches), training=self.training)
         slots = self._slots[signature]
         for part in self._parts:
             part.call = call
@@ -251,7 +264,7 @@ class _Run:
     """A schedule for calls of one signature, with the buffers it holds."""
 
     def __init__(self, model: PipelinedModel, call: Call) -> None:
-        plan, group, device = model.plan, model._group, model._context.device
+        plan, group, device = model.pipeline_plan, model._group, model._context.device
         self.signature = call.signature
         self._count, self._is_end, self._end = plan.microbatches, model._is_end, model._parts[-1]
         self._stages = [QuietStage(part.module, part.index, len(plan.division), device, group=group) for part in model._parts]

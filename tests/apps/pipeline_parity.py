@@ -1,7 +1,4 @@
-"""Train under one layout after another, in one start of the processes, and compare each with one process: a line per rank.
-
-The other axes are applied by hand, the pipeline by the library.
-"""
+"""Train under one layout after another, in one start of the processes, and compare each with one process: a line per rank."""
 
 import json
 import os
@@ -14,19 +11,15 @@ import tiny
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from hydra_parallelism import parallel_context
-from hydra_parallelism.config import ParallelismConfig, PipelineConfig, PipelineSchedule
-from hydra_parallelism.parallelize.pipeline import PipelinedModel, cut, plan_pipeline
+from hydra_parallelism import parallel_context, parallelize
 from hydra_parallelism.parallelize.steps import accumulate, forward_backward
 
 STEPS = 3
 PLAN = {
-    "attention.q_proj": ColwiseParallel, "attention.k_proj": ColwiseParallel, "attention.v_proj": ColwiseParallel,
-    "attention.o_proj": RowwiseParallel, "up": ColwiseParallel, "down": RowwiseParallel,
+    "layers.*.attention.[qkv]_proj": "colwise", "layers.*.attention.o_proj": "rowwise",
+    "layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise",
 }  # fmt: skip
 
 
@@ -58,20 +51,13 @@ def reference(case: dict[str, Any]) -> tuple[list[float], list[float], dict[str,
     return losses, norms, dict(model.state_dict()), output
 
 
-def build(case: dict[str, Any], config: ParallelismConfig, context: Any) -> PipelinedModel:
-    model = tiny.make(case["model"], **case.get("sizes", {}))
-    plan = plan_pipeline(model, config, context.topology)
-    pieces = cut(model, plan, context)
-    for part in pieces.parts.values():
-        units = [m for name, m in part.named_modules() if name in {u.name for u in plan.units if u.is_block}]
-        for unit in units:
-            if context.topology.tp > 1:
-                parallelize_module(unit, context.mesh["tp"], {name: style() for name, style in PLAN.items()})
-            if case.get("shard", True):
-                fully_shard(unit, mesh=context.mesh["dp_replicate", "fsdp"])
-        if case.get("shard", True):
-            fully_shard(part, mesh=context.mesh["dp_replicate", "fsdp"])
-    return PipelinedModel(pieces, context)
+def build(case: dict[str, Any]) -> nn.Module:
+    if not case.get("meta"):
+        return parallelize(tiny.make(case["model"], **case.get("sizes", {})))
+    weights = tiny.make(case["model"], **case.get("sizes", {})).state_dict()
+    with torch.device("meta"):
+        model = tiny.make(case["model"], **case.get("sizes", {}))
+    return parallelize(model, state_dict=weights if int(os.environ["RANK"]) == 0 else {})
 
 
 def norm_of(model: nn.Module, context: Any) -> float:
@@ -85,13 +71,14 @@ def relative(a: float, b: float) -> float:
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    pipeline = case.get("pipeline", {})
-    pipeline = PipelineConfig(**{**pipeline, "schedule": PipelineSchedule[pipeline.get("schedule", "1F1B")]})
-    config = ParallelismConfig(**case["degrees"], pipeline=pipeline)
+    prefix = "model." if case["model"] == "llama" else ""
+    config = {"tp_plan": {f"{prefix}{name}": style for name, style in PLAN.items()}, **case["config"]}
+    if config.get("tp_size", 1) == 1:
+        del config["tp_plan"]
     losses, norms, weights, output = reference(case)
     report: dict[str, float] = {"loss": 0.0, "norm": 0.0, "weight": 0.0, "output": 0.0}
     with parallel_context(config) as context:
-        model = build(case, config, context)
+        model = build(case)
         optimizer = optimizer_of(case["optimizer"], model.parameters())
         share = case["batch"] // context.dp_world_size
         calls = case.get("accumulate", 1)

@@ -27,16 +27,25 @@ class Attention(nn.Module):
         return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
+class MLP(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
 class Block(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.kind = "full"
         self.attention_norm, self.attention = nn.LayerNorm(dim), Attention(dim, heads)
-        self.mlp_norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+        self.mlp_norm, self.mlp = nn.LayerNorm(dim), MLP(dim)
 
     def forward(self, x: Tensor, rotation: Any = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotation)
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class GPT(nn.Module):
