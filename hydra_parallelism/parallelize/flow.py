@@ -28,7 +28,7 @@ class Flow:
         division: Sequence[Sequence[str]],
         key: str,
     ) -> None:
-        self._skeleton, self._stand_ins, self._bare, self._key = skeleton, stand_ins, bare, key
+        self.skeleton, self._stand_ins, self._bare, self._key = skeleton, stand_ins, bare, key
         self._division = division
         self._stage_of = {name: stage for stage, names in enumerate(division) for name in names}
         self.first = tuple(next(name for name in names if name not in bare) for names in division)
@@ -55,7 +55,7 @@ class Flow:
         self._mark(True)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices):
-                output = self._skeleton.train(training)(*args, **kwargs)
+                output = self.skeleton.train(training)(*args, **kwargs)
         finally:
             self._mark(False)
         last = len(self._division) - 1
@@ -73,7 +73,7 @@ class Flow:
             stand_in.visit = self._visit if on else None
         for name in self._bare:
             owner, _, last = name.rpartition(".")
-            holder = self._skeleton.get_submodule(owner)
+            holder = self.skeleton.get_submodule(owner)
             value = getattr(holder, last)
             setattr(holder, last, trace(value, name) if on else value.as_subclass(torch.Tensor))
 

@@ -142,6 +142,7 @@ class PipelinedModel(nn.Module):
             held.clear()
         for part in self._parts:
             adopt(self, part.module, self.pipeline_plan.division[part.index], self.pipeline_plan.units)
+        adopt(self, self._flow[0].skeleton, (), self.pipeline_plan.units)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "PipelinedModel":
         """Give what is on ``meta`` storage, in every stage."""

@@ -69,7 +69,12 @@ class Rotary(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.register_buffer("frequencies", 1 / 100 ** (torch.arange(0, dim, 2) / dim), persistent=False)
+        self.register_buffer("frequencies", torch.empty(dim // 2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        steps = torch.arange(len(self.frequencies), device=self.frequencies.device)
+        self.frequencies.copy_(1 / 100 ** (steps / len(self.frequencies)))
 
     def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = torch.outer(positions.float(), self.frequencies)
