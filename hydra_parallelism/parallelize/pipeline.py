@@ -108,6 +108,7 @@ class PipelinedModel(nn.Module):
         self._relay = Relay(self._parts, lambda stage: rank_of(stage, plan.schedule, plan.pp), self._group, context.device)
         self._slots: dict[Any, dict[int, tuple[int, ...]]] = {}
         self._run: _Run | None = None
+        self._unreduced = False
         self._keep_gathered()
         self._assemble()
 
@@ -187,14 +188,11 @@ class PipelinedModel(nn.Module):
     ) -> Tensor:
         """What :func:`hydra_parallelism.forward_backward` does with a pipeline. Collective: call on all ranks."""
         call = self._judge(args, kwargs)
-        is_new = self._run is None or self._run.signature != call.signature
         self._begin(call)
-        held = self._lay_aside() if is_new else {}
-        if is_new or self._run is None:
+        if self._run is None or self._run.signature != call.signature:
             self._run = _Run(self, call)
-        losses = self._run.step(call, targets, loss_fn, steps, synchronize)
-        for parameter, gradient in held.items():
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        losses = self._run.step(call, targets, loss_fn, steps, synchronize, self._unreduced)
+        self._unreduced = not synchronize
         loss = torch.stack(losses).mean() if losses else torch.zeros((), device=self._context.device)
         dist.broadcast(loss, group=self._group, group_src=self._end_rank)
         return loss
@@ -221,16 +219,6 @@ class PipelinedModel(nn.Module):
             part.call = call
             part.entry_slots = slots.get(part.index, ())
             part.exit_slots = slots.get(part.index + 1, ())
-
-    def _lay_aside(self) -> dict[nn.Parameter, Tensor]:
-        """Gradients of earlier steps: a schedule that starts anew measures shapes with a trial run and clears up after it."""
-        held = {parameter: parameter.grad for parameter in self.parameters() if parameter.grad is not None}
-        for parameter in held:
-            parameter.grad = None
-        for part in self._parts:
-            if isinstance(part.module, FSDPModule):  # gradients not reduced yet must stay so
-                part.module.set_requires_gradient_sync(False)
-        return held
 
     def _share(self, output: Any) -> Any:
         """Give every rank of the pipeline the output of the last stage."""
@@ -273,17 +261,21 @@ class _Run:
         stages = self._stages if issubclass(kind, PipelineScheduleMulti) else self._stages[0]
         # Torch would divide gradients by the number of micro-batches after each step, those of earlier steps again and again.
         self._schedule = kind(stages, plan.microbatches, loss_fn=self._loss, scale_grads=False)
+        self._started = False
         self._targets: list[Any] = []
         self._loss_fn: Any = None
         self._divisor = 1
         self._losses: list[Tensor] = []
 
-    def step(self, call: Call, targets: Any, loss_fn: Any, steps: int, synchronize: bool) -> list[Tensor]:
+    def step(self, call: Call, targets: Any, loss_fn: Any, steps: int, synchronize: bool, unreduced: bool) -> list[Tensor]:
         """Losses of the micro-batches where this rank holds the last stage."""
         self._loss_fn, self._divisor = loss_fn, self._count * steps
         self._targets = _cut_targets(targets, self._count, call.batch)
         for stage in self._stages:
             stage.synchronizes = synchronize
+            if not self._started:
+                stage.lay_aside(unreduced=unreduced)
+        self._started = True
         # The schedule hands out a number in place of targets, so that these may be anything.
         target = {"target": torch.arange(self._count)} if self._is_end else {}
         self._losses = []

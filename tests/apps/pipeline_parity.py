@@ -36,19 +36,35 @@ def inputs_of(case: dict[str, Any], tokens: Tensor) -> Any:
     return {"tokens": tokens, "scale": 0.5} if case["model"] == "llama" else tokens
 
 
+def calls_of(case: dict[str, Any], step: int) -> list[tuple[Tensor, Tensor]]:
+    """The global batches whose gradients make one step; of different lengths if the case is ragged."""
+    data, count = tiny.batch(step, case["batch"]), case.get("accumulate", 1)
+    pairs = zip(data.inputs.chunk(count), data.targets.chunk(count), strict=True)
+    lengths = [tiny.SEQ - 2 * n if case.get("ragged") else tiny.SEQ for n in range(count)]
+    return [(x[:, :length], y[:, :length]) for (x, y), length in zip(pairs, lengths, strict=True)]
+
+
 def reference(case: dict[str, Any]) -> tuple[list[float], list[float], dict[str, Tensor], Any]:
+    """One process, plain torch."""
     model = tiny.make(case["model"], **case.get("sizes", {}))
     optimizer = optimizer_of(case["optimizer"], model.parameters())
     losses, norms = [], []
     for step in range(STEPS):
-        data = tiny.batch(step, case["batch"])
         optimizer.zero_grad()
-        losses.append(forward_backward(model, inputs_of(case, data.inputs), data.targets, tiny.cross_entropy).item())
+        calls = calls_of(case, step)
+        loss = sum(tiny.cross_entropy(call(model, case, x), y) for x, y in calls) / len(calls)
+        loss.backward()
+        losses.append(loss.item())
         norms.append(torch.stack([p.grad.norm() for p in model.parameters()]).norm().item())
         optimizer.step()
     with torch.no_grad():
-        output = model(tokens=data.inputs, scale=0.5) if case["model"] == "llama" else model(data.inputs)
+        output = call(model, case, tiny.batch(0, case["batch"]).inputs)
     return losses, norms, dict(model.state_dict()), output
+
+
+def call(model: nn.Module, case: dict[str, Any], tokens: Tensor) -> Any:
+    inputs = inputs_of(case, tokens)
+    return model(**inputs) if isinstance(inputs, dict) else model(inputs)
 
 
 def build(case: dict[str, Any]) -> nn.Module:
@@ -71,48 +87,60 @@ def relative(a: float, b: float) -> float:
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
+    """Train under the layout and compare."""
     prefix = "model." if case["model"] == "llama" else ""
     config = {"tp_plan": {f"{prefix}{name}": style for name, style in PLAN.items()}, **case["config"]}
     if config.get("tp_size", 1) == 1:
         del config["tp_plan"]
     losses, norms, weights, output = reference(case)
-    report: dict[str, float] = {"loss": 0.0, "norm": 0.0, "weight": 0.0, "output": 0.0}
+    report: dict[str, Any] = {"loss": 0.0, "norm": 0.0, "weight": 0.0}
     with parallel_context(config) as context:
         model = build(case)
         optimizer = optimizer_of(case["optimizer"], model.parameters())
-        share = case["batch"] // context.dp_world_size
-        calls = case.get("accumulate", 1)
-        mine = slice(context.dp_rank * share, (context.dp_rank + 1) * share)
         for step in range(STEPS):
-            data = tiny.batch(step, case["batch"])
-            inputs, targets = data.inputs[mine].chunk(calls), data.targets[mine].chunk(calls)
             optimizer.zero_grad()
-            total = torch.zeros(())
-            for n in accumulate(model, calls):
-                if case.get("interrupt") and n == 1:  # an evaluation between two calls that accumulate
-                    with torch.no_grad():
-                        model(data.inputs[mine])
-                total += forward_backward(model, inputs_of(case, inputs[n]), targets[n], tiny.cross_entropy) / calls
-            dist.all_reduce(total, group=context.mesh["dp"].get_group())
-            report["loss"] = max(report["loss"], abs(total.item() / context.dp_world_size - losses[step]))
+            loss = train_step(model, case, step, context)
+            report["loss"] = max(report["loss"], abs(loss - losses[step]))
             report["norm"] = max(report["norm"], relative(norm_of(model, context), norms[step]))
             optimizer.step()
         for name, parameter in model.named_parameters():
             report["weight"] = max(report["weight"], (full(parameter) - weights[name]).abs().max().item())
-        report["names"] = sorted(set(dict(model.named_parameters())) ^ set(model.state_dict()))
+        tokens = share_of(tiny.batch(0, case["batch"]).inputs, context)
         with torch.no_grad():
-            tokens = data.inputs[mine]
-            mine_out = model(tokens=tokens, scale=0.5) if case["model"] == "llama" else model(tokens)
+            found = call(model, case, tokens)
         if isinstance(output, dict):
-            assert mine_out["loss"] is None
-            output, mine_out = output["logits"], mine_out["logits"]
-        report["output"] = (mine_out - output[mine]).abs().max().item()
-        held = [sorted(dict(model.named_parameters()))] * 1
-        everything: list[Any] = [None] * context.topology.pp
-        dist.all_gather_object(everything, held[0], group=context.mesh["pp"].get_group())
-        report["covered"] = sorted(name for names in everything for name in names) == sorted(weights)
+            assert found["loss"] is None
+            output, found = output["logits"], found["logits"]
+        report["output"] = (found - share_of(output, context)).abs().max().item()
+        report["covers"] = covers(model, weights, context)
         del model, optimizer, parameter
     return report
+
+
+def train_step(model: nn.Module, case: dict[str, Any], step: int, context: Any) -> float:
+    """Gradients of one step; returns the mean loss over the data ranks."""
+    calls = calls_of(case, step)
+    total = torch.zeros(())
+    for n in accumulate(model, len(calls)):
+        if case.get("interrupt") and n == 1:  # an evaluation between two calls that accumulate
+            with torch.no_grad():
+                call(model, case, share_of(tiny.batch(0, case["batch"]).inputs, context))
+        inputs, targets = (share_of(tensor, context) for tensor in calls[n])
+        total += forward_backward(model, inputs_of(case, inputs), targets, tiny.cross_entropy) / len(calls)
+    dist.all_reduce(total, group=context.mesh["dp"].get_group())
+    return total.item() / context.dp_world_size
+
+
+def share_of(tensor: Tensor, context: Any) -> Tensor:
+    return tensor.chunk(context.dp_world_size)[context.dp_rank]
+
+
+def covers(model: nn.Module, weights: dict[str, Tensor], context: Any) -> bool:
+    """Whether the stages together hold each parameter once, under its name in the whole model."""
+    held = sorted(dict(model.named_parameters()))
+    everything: list[Any] = [None] * context.topology.pp
+    dist.all_gather_object(everything, held, group=context.mesh["pp"].get_group())
+    return held == sorted(model.state_dict()) and sorted(name for names in everything for name in names) == sorted(weights)
 
 
 def main() -> None:
