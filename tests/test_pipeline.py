@@ -105,15 +105,16 @@ def test_refusals_are_the_same_on_every_rank_and_leave_the_pipeline_whole(tmp_pa
     assert first == second
     assert float(first.pop("apart")) <= LIMIT
     assert first["call"] == (
-        "a model in 2 pipeline stages has no output to call backward() on: each stage runs its own backward as the schedule says\n"
-        "  try: loss = hydra_parallelism.forward_backward(model, inputs, targets, loss_fn), or torch.no_grad() around the call"
+        "a model in 2 pipeline stages has no output to call backward() on: each stage runs its own backward as the schedule "
+        "says\n  try: loss = hydra_parallelism.forward_backward(model, inputs, targets, loss_fn), or torch.no_grad() around the "
+        "call"
     )
     assert (
         first["batch"]
         == first["evaluation"]
         == (
-            "parallelism.pipeline.microbatches=4 does not divide the 6 samples of this data rank's batch, and the parts must be equal\n"
-            "  try: parallelism.pipeline.microbatches=3, or 8 samples"
+            "parallelism.pipeline.microbatches=4 does not divide the batch of 6 samples of this data rank, and the parts must be "
+            "equal\n  try: parallelism.pipeline.microbatches=3, or 8 samples"
         )
     )
     assert first["flow"].startswith("blocks.3 (stage 1) reads what embed (stage 0) computes")

@@ -129,8 +129,8 @@ def test_what_travels(name: str) -> None:
 @pytest.mark.parametrize(
     ("model", "division", "text"),
     [
-        (Skips, HALVES, "blocks.3 (stage 1) reads what embed (stage 0) computes, and a pipeline hands on only what the first module "
-         "of the next stage is called with (stage 1: blocks.2)\n  try: parallelism.pipeline.split with both in one stage"),
+        (Skips, HALVES, "blocks.3 (stage 1) reads what embed (stage 0) computes, and a pipeline hands on only what the first "
+         "module of the next stage is called with (stage 1: blocks.2)\n  try: parallelism.pipeline.split with both in one stage"),
         (Conditioned, [["embed", "condition", "blocks.0", "blocks.1"], HALVES[1]],
          "blocks.3 (stage 1) reads what condition (stage 0) computes"),
         (Conditioned, [["embed", "condition", "blocks.0"], ["blocks.1"], ["blocks.2", "blocks.3", "head"]],
@@ -139,7 +139,7 @@ def test_what_travels(name: str) -> None:
         (Looped, [["embed"], ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]],
          "blocks.0 runs more than once in one forward, which a pipeline cannot do"),
         (Skips, [["embed", "head", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3"]], "reads what"),
-        (tiny.GPT, [["token_embedding", "layers.0", "layers.1"], ["position_embedding", "layers.2", "layers.3", "norm", "head"]],
+        (tiny.GPT, [["token_embedding", "layers.0"], ["position_embedding", "layers.1", "layers.2", "layers.3", "norm", "head"]],
          "position_embedding, with which stage 1 begins, reads nothing from stage 0"),
     ],
 )  # fmt: skip
@@ -155,9 +155,7 @@ def test_a_stage_that_begins_with_what_is_not_called() -> None:
     model.unused = nn.Linear(4, 4)
     model.forward = lambda tokens: model.head(model.embed(tokens))  # type: ignore[method-assign]
     division = [["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"], ["unused"]]
-    with pytest.raises(
-        ConfigurationError, match="unused, with which stage 1 begins, is not called|the output of the model reads"
-    ):
+    with pytest.raises(ConfigurationError, match=r"unused, with which stage 1 begins, is not called"):
         flow_of(model, division).trace((TOKENS,), {}, training=True)
 
 
@@ -167,8 +165,8 @@ def test_a_shared_parameter_is_refused() -> None:
     with pytest.raises(ConfigurationError) as caught:
         plan(model)
     assert str(caught.value) == (
-        "token_embedding.weight (stage 0) and head.weight (stage 1) are one parameter: each stage would train its own copy, and "
-        "the two would part\n  try: give head.weight a parameter of its own before parallelize (Transformers: "
+        "token_embedding.weight (stage 0) and head.weight (stage 1) are one parameter: each stage would train its own copy, "
+        "and the two would part\n  try: give head.weight a parameter of its own before parallelize (Transformers: "
         "tie_word_embeddings=False), or parallelism.pp_size=1"
     )
     model.head.weight.requires_grad_(False)

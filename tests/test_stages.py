@@ -121,10 +121,11 @@ def test_a_pipeline_plan_of_transformers_orders_units() -> None:
 @pytest.mark.parametrize(
     ("split", "schedule", "pp", "text"),
     [
-        ("auto", "1F1B", 8, "parallelism.pp_size=8 with parallelism.pipeline.schedule=1F1B makes 8 * 1 = 8 stages, but the model "
-         "has 6 repeated blocks\n  try: parallelism.pp_size=6, or"),
-        ("auto", "ZBVZeroBubble", 4, "makes 4 * 2 = 8 stages, but the model has 6 repeated blocks\n  try: parallelism.pp_size=3"),
-        ("even", "1F1B", 2, "parallelism.pipeline.split=even is neither auto nor a list with one list of module names per stage"),
+        ("auto", "1F1B", 8, "parallelism.pp_size=8 with parallelism.pipeline.schedule=1F1B makes 8 * 1 = 8 stages, but the "
+         "model has 6 repeated blocks\n  try: parallelism.pp_size=6, or"),
+        ("auto", "ZBVZeroBubble", 4, "makes 4 * 2 = 8 stages, but the model has 6 repeated blocks\n  try: "
+         "parallelism.pp_size=3"),
+        ("even", "1F1B", 2, "parallelism.pipeline.split=even is neither auto nor a list with one list of module names per"),
         (["embed"], "1F1B", 1, "is neither auto nor a list"),
         ([["embed"], ["layers.*", "norm", "head"]], "1F1B", 3, "parallelism.pipeline.split names 2 stages, but "
          "parallelism.pp_size=3 with parallelism.pipeline.schedule=1F1B has 3 * 1 = 3"),

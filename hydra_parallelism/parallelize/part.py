@@ -129,7 +129,7 @@ class Part:
 
 
 class QuietStage(PipelineStage):
-    """Torch's stage, with gradients that are reduced over the data ranks only when told to, and that a new schedule leaves be."""
+    """Torch's stage; its gradients are reduced over the data ranks only when told to, and a new schedule leaves them be."""
 
     synchronizes = True
     _aside: tuple[tuple[nn.Parameter, Tensor], ...] = ()

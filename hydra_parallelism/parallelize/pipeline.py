@@ -200,11 +200,12 @@ class PipelinedModel(nn.Module):
     def _judge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         call, count = Call.of(args, kwargs), self.pipeline_plan.microbatches
         if call.batch % count or not call.batch:
-            fits = [n for n in range(1, call.batch + 1) if call.batch % n == 0]
+            divisors = [n for n in range(1, call.batch + 1) if call.batch % n == 0]
+            nearest = min(divisors, key=lambda n: abs(n - count), default=1)
             raise ConfigurationError(
-                f"{self.pipeline_plan.key}.pipeline.microbatches={count} does not divide the {call.batch} samples of this data rank's "
-                f"batch, and the parts must be equal\n"
-                f"  try: {self.pipeline_plan.key}.pipeline.microbatches={min(fits, key=lambda n: abs(n - count), default=1)}, "
+                f"{self.pipeline_plan.key}.pipeline.microbatches={count} does not divide the batch of {call.batch} samples of "
+                f"this data rank, and the parts must be equal\n"
+                f"  try: {self.pipeline_plan.key}.pipeline.microbatches={nearest}, "
                 f"or {max(1, -(-call.batch // count)) * count} samples"
             )
         return call

@@ -45,7 +45,9 @@ def placements(name: str, recipe: Recipe) -> tuple[Placement, Placement]:
     return Shard(_SEQUENCE), Shard(_SEQUENCE)
 
 
-def judge(model: nn.Module, config: ParallelismConfig, block_names: tuple[str, ...], zones: tuple[str, ...], key: str) -> None:
+def judge(
+    model: nn.Module, config: ParallelismConfig, block_names: tuple[str, ...], zones: tuple[str, ...], key: str
+) -> None:
     """Refuse sequence parallelism where its region cannot be told. Pure.
 
     Raises:
@@ -56,9 +58,7 @@ def judge(model: nn.Module, config: ParallelismConfig, block_names: tuple[str, .
         return
     switch = f"{key}.enable_sequence_parallel=true"
     if config.tp_plan is None:
-        raise ConfigurationError(
-            f"{switch}, but {key}.tp_plan=null: there is no zone to shard around\n  try: {key}.tp_plan=auto"
-        )
+        raise ConfigurationError(f"{switch}, but {key}.tp_plan=null: there is no zone to shard around\n  try: {key}.tp_plan=auto")
     if not block_names:
         raise ConfigurationError(
             f"{switch}, but {type(model).__name__} has no list of repeated blocks to shard the sequence in\n"
@@ -127,3 +127,5 @@ def _gather_for_zone(mesh: DeviceMesh, hidden: Tensor) -> Tensor:
     """The whole sequence as a DTensor: its gradient is a summand on each rank, reduce-scattered once for all that use it."""
     whole: Tensor = DTensor.from_local(hidden, mesh, [Shard(_SEQUENCE)]).redistribute(placements=[Replicate()])
     return whole
+
+

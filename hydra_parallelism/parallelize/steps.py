@@ -38,8 +38,8 @@ def forward_backward(model: nn.Module, inputs: Any, targets: Any, loss_fn: LossF
     """Run forward and backward on this data rank's batch; gradients are left in ``.grad``, averaged over the data ranks.
 
     With a pipeline the batch goes through it in ``pipeline.microbatches`` equal parts along dim 0. The ranks of one pipeline
-    must be given the same batch, which reading it by ``context.dp_rank`` does. The first batch of a new shape costs a trial run,
-    so pad batches to few shapes.
+    must be given the same batch, which reading it by ``context.dp_rank`` does. The first batch of a new shape costs a trial
+    run, so pad batches to few shapes.
 
     Collective: call on all ranks.
 

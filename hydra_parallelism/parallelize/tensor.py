@@ -70,7 +70,9 @@ def choose_rules(model: nn.Module, config: ParallelismConfig, tp: int, key: str)
     return rules
 
 
-def find_zones(model: nn.Module, rules: Mapping[str, str], block_names: tuple[str, ...], tp: int, key: str) -> tuple[str, ...]:
+def find_zones(
+    model: nn.Module, rules: Mapping[str, str], block_names: tuple[str, ...], tp: int, key: str
+) -> tuple[str, ...]:
     """The modules inside which activations are split. Pure.
 
     In a block these are its children that hold split modules, or the block itself when it holds them directly; elsewhere the

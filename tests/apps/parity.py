@@ -52,12 +52,7 @@ def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(
-    model: nn.Module,
-    case: Case,
-    rank: int,
-    shares: int,
-    loss_of: Callable[[Tensor, Tensor], Tensor],
-    mean: Callable[[Tensor], float],
+    model: nn.Module, case: Case, rank: int, shares: int, loss_of: Callable[[Tensor, Tensor], Tensor], mean: Callable[[Tensor], float]
 ) -> Numbers:
     """Three steps on this rank's share of each global batch."""
     optimizer, numbers = optimizer_of(case.optimizer, model), Numbers()
@@ -129,7 +124,7 @@ def run(case: Case) -> dict[str, Any]:
 
 def compare(found: Numbers, wanted: Numbers) -> dict[str, Any]:
     """Largest deviations; weights by name, so that a name that differs is an error."""
-    assert found.weights.keys() == wanted.weights.keys(), found.weights.keys() ^ wanted.weights.keys()
+    assert found.weights.keys() == wanted.weights.keys(), (found.weights.keys() ^ wanted.weights.keys())
     apart = {name: (value - wanted.weights[name]).abs().max().item() for name, value in found.weights.items()}
     worst = max(apart, key=apart.__getitem__)
     return {

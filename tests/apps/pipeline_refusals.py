@@ -1,6 +1,8 @@
 """What a pipeline refuses while it runs: a JSON line for each rank, name -> message, and that it trains on afterwards."""
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import _app
 import tiny
@@ -28,31 +30,36 @@ class Skips(nn.Module):
         return self.head(x)
 
 
+def attempts() -> dict[str, str]:
+    """Try what is refused, and then what is not."""
+    model, skips, data = parallelize(tiny.make("gpt")), parallelize(Skips()), tiny.batch(0, 6)
+    assert isinstance(model, PipelinedModel)
+    tied = tiny.make("gpt")
+    tied.head.weight = tied.token_embedding.weight
+    few = data.inputs[:4], data.targets[:4], tiny.cross_entropy
+    told = {
+        "call": refusal(lambda: model(data.inputs)),
+        "batch": refusal(lambda: forward_backward(model, data.inputs, data.targets, tiny.cross_entropy)),
+        "evaluation": refusal(lambda: torch.no_grad()(model)(data.inputs)),
+        "flow": refusal(lambda: forward_backward(skips, *few)),
+        "tied": refusal(lambda: parallelize(tied)),
+    }
+    apart = forward_backward(model, *few) - forward_backward(tiny.make("gpt"), *few)
+    return {**told, "apart": f"{apart.abs().item():.0e}"}
+
+
+def refusal(attempt: Callable[[], Any]) -> str:
+    try:
+        attempt()
+    except ConfigurationError as error:
+        return str(error)
+    return "not refused"
+
+
 def main() -> None:
     """Collect the messages."""
-    told: dict[str, str] = {}
     with parallel_context({"pp_size": 2, "pipeline": {"microbatches": 4}}) as context:
-        model, data = parallelize(tiny.make("gpt")), tiny.batch(0, 6)
-        assert isinstance(model, PipelinedModel)
-        skips = parallelize(Skips())
-        tied = tiny.make("gpt")
-        tied.head.weight = tied.token_embedding.weight
-        attempts = {
-            "call": lambda: model(data.inputs),
-            "batch": lambda: forward_backward(model, data.inputs, data.targets, tiny.cross_entropy),
-            "evaluation": lambda: torch.no_grad()(model)(data.inputs),
-            "flow": lambda: forward_backward(skips, data.inputs[:4], data.targets[:4], tiny.cross_entropy),
-            "tied": lambda: parallelize(tied),
-        }
-        for name, attempt in attempts.items():
-            try:
-                attempt()
-            except ConfigurationError as error:
-                told[name] = str(error)
-        loss = forward_backward(model, data.inputs[:4], data.targets[:4], tiny.cross_entropy)
-        plain = forward_backward(tiny.make("gpt"), data.inputs[:4], data.targets[:4], tiny.cross_entropy)
-        told["apart"] = f"{abs(loss - plain).item():.0e}"
-        del model, skips, attempts, attempt
+        told = attempts()
     _app.say(f"BODY {json.dumps({'rank': context.rank, **told})}")
 
 
