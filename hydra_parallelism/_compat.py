@@ -6,9 +6,10 @@ from multiprocessing import process
 from multiprocessing.process import BaseProcess
 
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["child_processes", "default_store", "registered_groups", "release_meshes"]
+__all__ = ["child_processes", "default_store", "registered_groups", "registered_parameters", "release_meshes"]
 
 
 def default_store() -> dist.Store:
@@ -19,6 +20,11 @@ def default_store() -> dist.Store:
 def registered_groups() -> int:
     """How many process groups this rank holds, the default group included."""
     return len(c10d._world.pg_map)
+
+
+def registered_parameters(module: nn.Module) -> dict[str, Tensor | None]:
+    """The parameters that a module holds itself, live: what is put here is what its forward finds, a Parameter or not."""
+    return module._parameters  # type: ignore[return-value]
 
 
 def child_processes() -> list[BaseProcess]:

@@ -1,13 +1,13 @@
 """``parallelize``: judge everything, then apply it in the one order that works.
 
-Stage split, tensor plan (sequence parallelism with it), activation checkpointing, FSDP from the blocks to the root, then weights
-for what was on ``meta``. Degrees of 1 take the same way as all others: a mesh axis of one rank is a mesh axis.
+Stage split, tensor plan (sequence parallelism with it), activation checkpointing, FSDP from the blocks to the root, then
+weights for what was on ``meta``. Degrees of 1 take the same way as all others: a mesh axis of one rank is a mesh axis.
 
-What is judged depends on the config and the model alone, which are the same on every rank, so a refusal is raised on every rank,
-before anything is sent.
+What is judged depends on the config and the model alone, which are the same on every rank, so a refusal is raised on every
+rank, before anything is sent.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -16,10 +16,11 @@ from ..config import ParallelismConfig
 from ..errors import ConfigurationError
 from ..options import read_config
 from ..runtime import ParallelContext, current
+from ..topology import Topology
 from . import blocks, data, recompute, sequence, tensor, weights
 from .recipe import Recipe
 
-__all__ = ["apply", "parallelize", "prepare"]
+__all__ = ["apply", "judge", "parallelize", "prepare"]
 
 _NOT_APPLIED = {
     "pp": "pp_size",
@@ -36,7 +37,7 @@ def parallelize(
     context: ParallelContext | None = None,
     *,
     config: Any = None,
-    init_weights: Callable[[nn.Module], object] | None = None,
+    init_weights: weights.Initialize | None = None,
     state_dict: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Apply what the config declares to a model. Collective: call on all ranks.
@@ -55,8 +56,8 @@ def parallelize(
         The model, changed in place.
 
     Raises:
-        ConfigurationError: Something declared cannot be done to this model, or is not applied by this release. The same on every
-            rank, before the first collective.
+        ConfigurationError: Something declared cannot be done to this model, or is not applied by this release. The same on
+            every rank, before the first collective.
 
     Example:
         >>> model = parallelize(GPT(...))
@@ -79,8 +80,16 @@ def prepare(model: nn.Module, context: ParallelContext, *, config: Any = None) -
     Raises:
         ConfigurationError: See :func:`parallelize`.
     """
-    key, topology = context.key, context.topology
-    read: ParallelismConfig = context.config if config is None else read_config(config, key)
+    read = context.config if config is None else read_config(config, context.key)
+    return judge(model, read, context.topology, context.key)
+
+
+def judge(model: nn.Module, config: ParallelismConfig, topology: Topology, key: str = "parallelism") -> Recipe:
+    """The same from its parts: policies from the config, degrees from the topology.
+
+    Raises:
+        ConfigurationError: See :func:`parallelize`.
+    """
     refused = [f"{key}.{name}={topology.size(axis)}" for axis, name in _NOT_APPLIED.items() if topology.size(axis) > 1]
     if refused:
         raise ConfigurationError(
@@ -88,17 +97,17 @@ def prepare(model: nn.Module, context: ParallelContext, *, config: Any = None) -
             f"  try: parallelism=fsdp or parallelism=fsdp_tp, or apply that axis to the model by hand"
         )
     block_names = tuple(name for name, _ in blocks.find_blocks(model))
-    rules = tensor.choose_rules(model, read, topology.tp, key)
+    rules = tensor.choose_rules(model, config, topology.tp, key)
     zones = tensor.find_zones(model, rules, block_names, topology.tp, key)
-    sequence.judge(model, read, block_names, zones, key)
+    sequence.judge(model, config, block_names, zones, key)
     return Recipe(
-        config=read,
+        config=config,
         key=key,
         blocks=block_names,
-        units=data.choose_units(model, read, topology, key),
+        units=data.choose_units(model, config, topology, key),
         rules=rules,
         zones=zones,
-        recomputed=recompute.choose_blocks(model, read, block_names, key),
+        recomputed=recompute.choose_blocks(model, config, block_names, key),
     )
 
 

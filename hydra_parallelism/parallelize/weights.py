@@ -23,7 +23,7 @@ __all__ = ["Initialize", "agree", "blueprint", "fill", "judge"]
 
 _log = logging.getLogger(__name__)
 
-Initialize = Callable[[nn.Module], object]
+Initialize = Callable[[nn.Module], None]
 """Fills the parameters and buffers that a module holds itself, as what one passes to ``nn.Module.apply``."""
 
 
