@@ -3,8 +3,8 @@
 Stage split, tensor plan (sequence parallelism with it), activation checkpointing, FSDP from the blocks to the root, then
 weights for what was on ``meta``. Degrees of 1 take the same way as all others: a mesh axis of one rank is a mesh axis.
 
-What is judged depends on the config and the model alone, which are the same on every rank, so a refusal is raised on every
-rank, before anything is sent.
+What is judged depends on the config and the model alone, which are the same on every rank. Should they not be, one all-reduce of
+five numbers, the first collective of all, has every rank refuse when one does.
 """
 
 from collections.abc import Mapping
@@ -56,17 +56,21 @@ def parallelize(
         The model, changed in place.
 
     Raises:
-        ConfigurationError: Something declared cannot be done to this model, or is not applied by this release. The same on
-            every rank, before the first collective.
+        ConfigurationError: Something declared cannot be done to this model, or is not applied by this release. On every rank,
+            before anything is done to the model.
 
     Example:
         >>> model = parallelize(GPT(...))
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
     context = context or current()
-    recipe = prepare(model, context, config=config)
-    weights.judge(model, init_weights, state_dict, recipe.key)
-    weights.agree(model, context, recipe.key)
+    recipe, error = Recipe(context.config, context.key), None
+    try:
+        recipe = prepare(model, context, config=config)
+        weights.judge(model, init_weights, state_dict, recipe.key)
+    except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
+        error = caught
+    weights.agree(model, context, recipe.key, error)
     plan = weights.blueprint(model)
     apply(model, recipe, context)
     offload = recipe.config.fsdp.cpu_offload

@@ -47,8 +47,20 @@ __all__ = ["EXPERT_STYLES", "STYLES", "Style", "build", "canonical", "own"]
 _ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 
 EXPERT_STYLES = frozenset(
-    "ep_router ep_dispatch_experts grouped_gemm moe_tp_experts moe_identity_expert gather local local_colwise local_rowwise "
-    "local_packed_rowwise mla_kv_a_proj all_reduce".split()
+    [
+        "ep_router",
+        "ep_dispatch_experts",
+        "grouped_gemm",
+        "moe_tp_experts",
+        "moe_identity_expert",
+        "gather",
+        "local",
+        "local_colwise",
+        "local_rowwise",
+        "local_packed_rowwise",
+        "mla_kv_a_proj",
+        "all_reduce",
+    ]
 )
 """Styles of Transformers' plans that belong to experts or to attention of a special make."""
 
