@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .config import ContextParallelConfig, FSDPConfig, ParallelismConfig, PipelineConfig, RuntimeConfig, WithParallelism
     from .errors import ConfigurationError, LaunchError, ParallelismError
     from .parallelize import parallelize
+    from .parallelize.steps import accumulate, forward_backward
     from .runtime import ParallelContext, current, init, parallel_context, shutdown
     from .topology import Topology, resolve
 
@@ -28,7 +29,9 @@ __all__ = [
     "RuntimeConfig",
     "Topology",
     "WithParallelism",
+    "accumulate",
     "current",
+    "forward_backward",
     "init",
     "parallel_context",
     "parallelize",
@@ -48,6 +51,7 @@ _HOMES = {
         "WithParallelism",
     ),
     "parallelize": ("parallelize",),
+    "parallelize.steps": ("accumulate", "forward_backward"),
     "errors": ("ConfigurationError", "LaunchError", "ParallelismError"),
     "runtime": ("ParallelContext", "current", "init", "parallel_context", "shutdown"),
     "topology": ("Topology", "resolve"),

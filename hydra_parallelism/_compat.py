@@ -7,11 +7,20 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree
 
-__all__ = ["child_processes", "default_store", "flatten", "is_view", "registered_groups", "release_meshes", "unflatten"]
+__all__ = [
+    "child_processes",
+    "default_store",
+    "flatten",
+    "is_view",
+    "registered_groups",
+    "registered_parameters",
+    "release_meshes",
+    "unflatten",
+]
 
 
 def default_store() -> dist.Store:
@@ -22,6 +31,11 @@ def default_store() -> dist.Store:
 def registered_groups() -> int:
     """How many process groups this rank holds, the default group included."""
     return len(c10d._world.pg_map)
+
+
+def registered_parameters(module: nn.Module) -> dict[str, Tensor | None]:
+    """The parameters that a module holds itself, live: what is put here is what its forward finds, a Parameter or not."""
+    return module._parameters  # type: ignore[return-value]
 
 
 def child_processes() -> list[BaseProcess]:

@@ -26,7 +26,9 @@ ORDER = (
 )  # fmt: skip
 """Each of these may import those before it."""
 DOORBELL = sorted((ROOT / "hydra_plugins").rglob("*.py"))
-RUNTIME = ("ParallelContext", "current", "init", "parallel_context", "shutdown")
+RUNTIME = (
+    "ParallelContext", "accumulate", "current", "forward_backward", "init", "parallel_context", "parallelize", "shutdown",
+)  # fmt: skip
 
 
 def _siblings(path: Path) -> set[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from processes import body_lines, run, torchrun
 
 LIMIT = 1e-5
@@ -106,16 +107,13 @@ def test_refusals_are_the_same_on_every_rank_and_leave_the_pipeline_whole(tmp_pa
     assert float(first.pop("apart")) <= LIMIT
     assert first["call"] == (
         "a model in 2 pipeline stages has no output to call backward() on: each stage runs its own backward as the schedule "
-        "says\n  try: loss = hydra_parallelism.forward_backward(model, inputs, targets, loss_fn), or torch.no_grad() around the "
-        "call"
+        "says\n  try: loss = hydra_parallelism.forward_backward(model, inputs, targets, loss_fn), or torch.no_grad() around "
+        "the call"
     )
-    assert (
-        first["batch"]
-        == first["evaluation"]
-        == (
-            "parallelism.pipeline.microbatches=4 does not divide the batch of 6 samples of this data rank, and the parts must be "
-            "equal\n  try: parallelism.pipeline.microbatches=3, or 8 samples"
-        )
+    assert first["batch"] == first["evaluation"]
+    assert first["batch"] == (
+        "parallelism.pipeline.microbatches=4 does not divide the batch of 6 samples of this data rank, and the parts must "
+        "be equal\n  try: parallelism.pipeline.microbatches=3, or 8 samples"
     )
     assert first["flow"].startswith("blocks.3 (stage 1) reads what embed (stage 0) computes")
     assert first["tied"].startswith("token_embedding.weight (stage 0) and head.weight (stage 1) are one parameter")

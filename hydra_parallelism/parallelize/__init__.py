@@ -1,7 +1,7 @@
 """Applying what a config declares to a model, on torch's own engines: one module per axis.
 
-``hydra_parallelism.parallelize`` is the function. Importing anything from this package makes Python put the package itself under
-that name, so the package is callable too and does the same.
+``hydra_parallelism.parallelize`` is the function. Importing anything from this package makes Python put the package itself
+under that name, so the package is callable too and does the same.
 """
 
 import sys

@@ -23,18 +23,18 @@ def _adopt(tree: nn.Module, part: nn.Module, prefix: str, mine: set[str], units:
     for name, parameter in part.named_parameters(recurse=False):
         tree.register_parameter(name, parameter)
     for name, buffer in part.named_buffers(recurse=False):
-        if name not in tree._buffers:
+        if not hasattr(tree, name):
             tree.register_buffer(name, buffer, persistent=f"{prefix}{name}" in persistent)
-        part._buffers[name] = tree._buffers[name]
+        setattr(part, name, getattr(tree, name))
     for name, child in part.named_children():
         path = f"{prefix}{name}"
         if path in mine:
             tree.register_module(name, child)
         elif any(unit.startswith(f"{path}.") for unit in units):
-            if name not in tree._modules:
+            if not hasattr(tree, name):
                 tree.register_module(name, nn.Module())
             _adopt(tree.get_submodule(name), child, f"{path}.", mine, units, persistent)
         elif not isinstance(child, StandIn):
-            if name not in tree._modules:
+            if not hasattr(tree, name):
                 tree.register_module(name, child)
-            part._modules[name] = tree._modules[name]
+            setattr(part, name, getattr(tree, name))

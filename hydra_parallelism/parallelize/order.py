@@ -1,13 +1,13 @@
 """``parallelize``: judge everything, then apply it in the one order that works.
 
-Stage split, tensor plan (sequence parallelism with it), activation checkpointing, FSDP from the blocks to the root, then weights
-for what was on ``meta``. Degrees of 1 take the same way as all others: a mesh axis of one rank is a mesh axis.
+Stage split, tensor plan (sequence parallelism with it), activation checkpointing, FSDP from the blocks to the root, then
+weights for what was on ``meta``. Degrees of 1 take the same way as all others: a mesh axis of one rank is a mesh axis.
 
-What is judged depends on the config and the model alone, which are the same on every rank, so a refusal is raised on every rank,
-before anything is sent.
+What is judged depends on the config and the model alone, which are the same on every rank. Should they not be, one all-reduce of
+five numbers, the first collective of all, has every rank refuse when one does.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -16,11 +16,12 @@ from ..config import ParallelismConfig
 from ..errors import ConfigurationError
 from ..options import read_config
 from ..runtime import ParallelContext, current
+from ..topology import Topology
 from . import blocks, data, recompute, sequence, tensor, weights
 from .pipeline import PipelinedModel, cut, plan_pipeline
 from .recipe import Recipe
 
-__all__ = ["apply", "parallelize", "prepare"]
+__all__ = ["apply", "judge", "parallelize", "prepare"]
 
 _NOT_APPLIED = {
     "cfg": "cfg_parallel",
@@ -36,7 +37,7 @@ def parallelize(
     context: ParallelContext | None = None,
     *,
     config: Any = None,
-    init_weights: Callable[[nn.Module], object] | None = None,
+    init_weights: weights.Initialize | None = None,
     state_dict: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Apply what the config declares to a model. Collective: call on all ranks.
@@ -56,17 +57,21 @@ def parallelize(
         trained through :func:`~hydra_parallelism.forward_backward`.
 
     Raises:
-        ConfigurationError: Something declared cannot be done to this model, or is not applied by this release. The same on every
-            rank, before the first collective.
+        ConfigurationError: Something declared cannot be done to this model, or is not applied by this release. On every rank,
+            before anything is done to the model.
 
     Example:
         >>> model = parallelize(GPT(...))
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
     context = context or current()
-    recipe = prepare(model, context, config=config)
-    weights.judge(model, init_weights, state_dict, recipe.key)
-    weights.agree(model, context, recipe.key)
+    recipe, error = Recipe(context.config, context.key), None
+    try:
+        recipe = prepare(model, context, config=config)
+        weights.judge(model, init_weights, state_dict, recipe.key)
+    except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
+        error = caught
+    weights.agree(model, context, recipe.key, error)
     plan = weights.blueprint(model)
     if context.topology.pp == 1:
         apply(model, recipe, context)
@@ -91,8 +96,16 @@ def prepare(model: nn.Module, context: ParallelContext, *, config: Any = None) -
     Raises:
         ConfigurationError: See :func:`parallelize`.
     """
-    key, topology = context.key, context.topology
-    read: ParallelismConfig = context.config if config is None else read_config(config, key)
+    read = context.config if config is None else read_config(config, context.key)
+    return judge(model, read, context.topology, context.key)
+
+
+def judge(model: nn.Module, config: ParallelismConfig, topology: Topology, key: str = "parallelism") -> Recipe:
+    """The same from its parts: policies from the config, degrees from the topology.
+
+    Raises:
+        ConfigurationError: See :func:`parallelize`.
+    """
     refused = [f"{key}.{name}={topology.size(axis)}" for axis, name in _NOT_APPLIED.items() if topology.size(axis) > 1]
     if refused:
         raise ConfigurationError(
@@ -100,19 +113,19 @@ def prepare(model: nn.Module, context: ParallelContext, *, config: Any = None) -
             f"  try: parallelism=fsdp or parallelism=fsdp_tp, or apply that axis to the model by hand"
         )
     block_names = tuple(name for name, _ in blocks.find_blocks(model))
-    rules = tensor.choose_rules(model, read, topology.tp, key)
+    rules = tensor.choose_rules(model, config, topology.tp, key)
     zones = tensor.find_zones(model, rules, block_names, topology.tp, key)
-    sequence.judge(model, read, block_names, zones, key)
+    sequence.judge(model, config, block_names, zones, key)
     if topology.pp > 1:
-        plan_pipeline(model, read, topology, key)
+        plan_pipeline(model, config, topology, key)
     return Recipe(
-        config=read,
+        config=config,
         key=key,
         blocks=block_names,
-        units=data.choose_units(model, read, topology, key),
+        units=data.choose_units(model, config, topology, key),
         rules=rules,
         zones=zones,
-        recomputed=recompute.choose_blocks(model, read, block_names, key),
+        recomputed=recompute.choose_blocks(model, config, block_names, key),
     )
 
 

@@ -139,8 +139,9 @@ class PipelinedModel(nn.Module):
 
     def _assemble(self) -> None:
         """Make this the tree of modules that the stages hold together."""
-        for held in (self._modules, self._parameters, self._buffers):
-            held.clear()
+        for of in (self.named_children, self.named_parameters, self.named_buffers):
+            for name in [name for name, _ in of() if "." not in name]:
+                delattr(self, name)
         for part in self._parts:
             adopt(self, part.module, self.pipeline_plan.division[part.index], self.pipeline_plan.units)
         adopt(self, self._flow[0].skeleton, (), self.pipeline_plan.units)

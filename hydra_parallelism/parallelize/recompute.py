@@ -38,4 +38,4 @@ def choose_blocks(model: nn.Module, config: ParallelismConfig, block_names: tupl
 def wrap(module: nn.Module, recipe: Recipe) -> None:
     """Checkpoint the chosen blocks of a model or stage, in place."""
     for _, block in recipe.present(recipe.recomputed, module):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)

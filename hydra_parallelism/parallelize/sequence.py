@@ -3,7 +3,7 @@
 The region is the block list. The first block's hidden-state input, (batch, sequence, width), is cut along dim 1, the last
 block's output is gathered. In between:
 
-* a zone (a block's attention, its MLP) gathers the sequence at its entrance; its row-wise modules reduce-scatter it at the exit;
+* a zone (a block's attention, its MLP) gathers the sequence at its entrance; its row-wise modules reduce-scatter at the exit;
 * whatever else holds parameters (norms, scales) computes on its slice, and the gradients of these parameters are summed over
   ``tp``.
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from ..config import ParallelismConfig
 from ..errors import ConfigurationError
 from .recipe import Recipe
-from .styles import STYLES, build
+from .styles import STYLES, build, own
 
 __all__ = ["HEADS", "enclose", "judge", "placements"]
 
@@ -45,20 +45,20 @@ def placements(name: str, recipe: Recipe) -> tuple[Placement, Placement]:
     return Shard(_SEQUENCE), Shard(_SEQUENCE)
 
 
-def judge(
-    model: nn.Module, config: ParallelismConfig, block_names: tuple[str, ...], zones: tuple[str, ...], key: str
-) -> None:
+def judge(model: nn.Module, config: ParallelismConfig, block_names: tuple[str, ...], zones: tuple[str, ...], key: str) -> None:
     """Refuse sequence parallelism where its region cannot be told. Pure.
 
     Raises:
-        ConfigurationError: No plan, no block list, or a block that splits its heads itself, in a forward that takes the length of
-            the sequence from what would be a slice of it.
+        ConfigurationError: No plan, no block list, or a block that splits its heads itself, in a forward that takes the length
+            of the sequence from what would be a slice of it.
     """
     if not config.enable_sequence_parallel:
         return
     switch = f"{key}.enable_sequence_parallel=true"
     if config.tp_plan is None:
-        raise ConfigurationError(f"{switch}, but {key}.tp_plan=null: there is no zone to shard around\n  try: {key}.tp_plan=auto")
+        raise ConfigurationError(
+            f"{switch}, but {key}.tp_plan=null: there is no zone to shard around\n  try: {key}.tp_plan=auto"
+        )
     if not block_names:
         raise ConfigurationError(
             f"{switch}, but {type(model).__name__} has no list of repeated blocks to shard the sequence in\n"
@@ -68,8 +68,8 @@ def judge(
         block = model.get_submodule(zone)
         if zone in block_names and any(isinstance(getattr(block, name, None), int) for name in HEADS):
             raise ConfigurationError(
-                f"{switch}, but {zone} ({type(block).__name__}) splits heads in its own forward, where it would see a slice of the "
-                f"sequence\n  try: attention in a module of its own, or {key}.enable_sequence_parallel=false"
+                f"{switch}, but {zone} ({type(block).__name__}) splits heads in its own forward, where it would see a slice of "
+                f"the sequence\n  try: attention in a module of its own, or {key}.enable_sequence_parallel=false"
             )
 
 
@@ -107,7 +107,7 @@ def _at_exit(change: Callable[[Tensor], Tensor], module: nn.Module, inputs: tupl
 
 
 def _cut(mesh: DeviceMesh, key: str, hidden: Tensor) -> Tensor:
-    """This rank's slice of (batch, sequence, width) along the sequence."""
+    """The slice of this rank of (batch, sequence, width) along the sequence."""
     length, tp = hidden.shape[_SEQUENCE], mesh.size()
     if length % tp:
         raise ConfigurationError(
@@ -120,12 +120,12 @@ def _cut(mesh: DeviceMesh, key: str, hidden: Tensor) -> Tensor:
 
 
 def _gather(mesh: DeviceMesh, hidden: Tensor) -> Tensor:
-    return DTensor.from_local(hidden, mesh, [Shard(_SEQUENCE)]).redistribute(placements=[Replicate()]).to_local()
+    whole = DTensor.from_local(hidden, mesh, [Shard(_SEQUENCE)]).redistribute(placements=[Replicate()]).to_local()
+    gathered: Tensor = own(whole)
+    return gathered
 
 
 def _gather_for_zone(mesh: DeviceMesh, hidden: Tensor) -> Tensor:
     """The whole sequence as a DTensor: its gradient is a summand on each rank, reduce-scattered once for all that use it."""
     whole: Tensor = DTensor.from_local(hidden, mesh, [Shard(_SEQUENCE)]).redistribute(placements=[Replicate()])
     return whole
-
-

@@ -1,25 +1,25 @@
 """The tensor-parallel styles by name, and what each does to a module.
 
-The names are those of Transformers' plans, old spellings included. ``tp`` ranks hold the slices that the table says; ``out`` and
-``in`` are the dims of a ``Linear``'s output and input features.
+The names are those of Transformers' plans, old spellings included. ``tp`` ranks hold the slices that the table says; ``out``
+and ``in`` are the dims of a ``Linear``'s output and input features.
 
-=================================  ====================  =====================  ============================================
-style                              weight split along    input                  output
-=================================  ====================  =====================  ============================================
-``colwise``                        out                   whole                  this rank's slice of the last dim
-``colwise_gather_output``          out                   whole                  whole (all-gather); old name ``colwise_rep``
-``colwise_vocab``                  out                   whole                  a DTensor split along the last dim, for
-                                                                                ``torch.distributed.tensor.parallel.loss_parallel``
-``packed_colwise``                 out, two halves each  whole                  this rank's slice of both halves, side by side
-``rowwise``                        in                    slice of the last dim  whole (all-reduce)
-``rowwise_split_input``            in                    whole, sliced here     whole (all-reduce); old name ``rowwise_rep``
-``packed_rowwise``                 in, two halves each   slice of both halves   whole (all-reduce)
-``embedding_rowwise``              vocabulary            whole                  whole (all-reduce)
-``embedding_colwise``              width                 whole                  whole (all-gather)
-``replicate``                      not                   whole                  whole: said on purpose of a module between split ones
-``replicated_with_grad_allreduce`` not                   a slice                a slice; the weights' gradients are summed over ``tp``
-``sequence_parallel``              not                   slice of the sequence  slice of the sequence; gradients summed likewise
-=================================  ====================  =====================  ============================================
+=================================  ================  ===================  =====================================================
+style                              weight split      input                output
+=================================  ================  ===================  =====================================================
+``colwise``                        out               whole                slice of the last dim
+``colwise_gather_output``          out               whole                whole (all-gather); old name ``colwise_rep``
+``colwise_vocab``                  out               whole                a DTensor split along the last dim, for a loss under
+                                                                          ``torch.distributed.tensor.parallel.loss_parallel``
+``packed_colwise``                 out, both halves  whole                slice of both halves, side by side
+``rowwise``                        in                slice, last dim      whole (all-reduce)
+``rowwise_split_input``            in                whole, sliced here   whole (all-reduce); old name ``rowwise_rep``
+``packed_rowwise``                 in, both halves   slice, both halves   whole (all-reduce)
+``embedding_rowwise``              vocabulary        whole                whole (all-reduce)
+``embedding_colwise``              width             whole                whole (all-gather)
+``replicate``                      not               whole                whole: said on purpose of a module between split ones
+``replicated_with_grad_allreduce`` not               a slice              a slice; gradients of the weights summed over ``tp``
+``sequence_parallel``              not               positions' slice     positions' slice; gradients summed likewise
+=================================  ================  ===================  =====================================================
 
 With ``enable_sequence_parallel`` whole outputs of row-wise modules inside blocks are reduce-scattered along the sequence
 instead of all-reduced; :mod:`.sequence` says where.
@@ -40,13 +40,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-__all__ = ["EXPERT_STYLES", "STYLES", "Style", "build", "canonical"]
+from .. import _compat
+
+__all__ = ["EXPERT_STYLES", "STYLES", "Style", "build", "canonical", "own"]
 
 _ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 
 EXPERT_STYLES = frozenset(
-    ("ep_router", "ep_dispatch_experts", "grouped_gemm", "moe_tp_experts", "moe_identity_expert", "gather", "local")
-    + ("local_colwise", "local_rowwise", "local_packed_rowwise", "mla_kv_a_proj", "all_reduce")
+    [
+        "ep_router",
+        "ep_dispatch_experts",
+        "grouped_gemm",
+        "moe_tp_experts",
+        "moe_identity_expert",
+        "gather",
+        "local",
+        "local_colwise",
+        "local_rowwise",
+        "local_packed_rowwise",
+        "mla_kv_a_proj",
+        "all_reduce",
+    ]
 )
 """Styles of Transformers' plans that belong to experts or to attention of a special make."""
 
@@ -83,6 +97,25 @@ def build(style: str, whole_in: Placement | None = None, whole_out: Placement | 
     return STYLES[style].make(whole_in or Replicate(), whole_out or Replicate())
 
 
+def own(output: Any) -> Any:
+    """The same tensor, not a view of another to autograd; anything but a plain tensor as it is.
+
+    What ``DTensor.to_local`` returns is a view. FSDP hangs its backward hook on what a unit returns, warns when that is a view,
+    and would lose the hook when somebody adds to it in place.
+    """
+    return _Own.apply(output) if isinstance(output, Tensor) and not isinstance(output, DTensor) else output  # type: ignore[no-untyped-call]
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
 class _Reparameterized(ParallelStyle):
     """A style whose module computes on plain tensors that are made of its parameters anew in each forward.
 
@@ -94,19 +127,20 @@ class _Reparameterized(ParallelStyle):
         for name, parameter in list(module.named_parameters(recurse=False)):
             split = distribute_tensor(parameter, device_mesh, [self.placement(name)], src_data_rank=None)
             setattr(module, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
-        module.forward = partial(self._run, module, module.forward, device_mesh)  # type: ignore[method-assign]
+        module.forward = partial(self._run, module, module.forward, device_mesh)
         return module
 
     def _run(self, module: nn.Module, forward: Callable[..., Any], mesh: DeviceMesh, *inputs: Any, **options: Any) -> Any:
-        kept = dict(module._parameters)
+        registered = _compat.registered_parameters(module)
+        kept = dict(registered)
         try:
             for name, parameter in kept.items():
                 if isinstance(parameter, DTensor):
                     # A plain tensor and no Parameter: it must stay connected with the one that FSDP reduces.
-                    module._parameters[name] = self.use(name, parameter, mesh)  # type: ignore[assignment]
+                    registered[name] = self.use(name, parameter, mesh)
             return self.finish(forward(*inputs, **options), kept, mesh)
         finally:
-            module._parameters.update(kept)
+            registered.update(kept)
 
     def placement(self, name: str) -> Placement:
         """How a parameter is kept over ``tp``."""
@@ -155,7 +189,7 @@ class _Packed(_Reparameterized):
         return Shard(self.dim) if name == "weight" or self.dim == 0 else Replicate()
 
     def use(self, name: str, parameter: DTensor, mesh: DeviceMesh) -> Tensor:
-        """This rank's slice of both halves. The others' are used on the other ranks, so the gradient is a summand."""
+        """Slices of both halves. The others' are used on the other ranks, so the gradient is a summand."""
         whole = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         halves = whole.chunk(2, self.dim)
         return torch.cat([half.chunk(mesh.size(), self.dim)[mesh.get_local_rank()] for half in halves], self.dim)

@@ -1,9 +1,9 @@
 """The tensor axis: a plan's styles put on modules over ``context.mesh["tp"]``.
 
-What the plan does not name stays a plain tensor on every ``tp`` rank. That is right as long as the module meets whole activations:
-the column-wise modules behind it sum the gradients of their inputs over ``tp``, so each rank computes the same whole gradient.
-It would be wrong inside a zone (see :class:`.recipe.Recipe`), between a column-wise and a row-wise module, where a rank sees its
-own heads only: there a module with parameters that the plan is silent about is refused.
+What the plan does not name stays a plain tensor on every ``tp`` rank. That is right as long as the module meets whole
+activations: the column-wise modules behind it sum the gradients of their inputs over ``tp``, so each rank computes the same
+whole gradient. It would be wrong inside a zone (see :class:`.recipe.Recipe`), between a column-wise and a row-wise module,
+where a rank sees its own heads only: there a module with parameters that the plan is silent about is refused.
 """
 
 import logging
@@ -18,7 +18,7 @@ from ..errors import ConfigurationError
 from ..runtime import ParallelContext
 from . import plans, sequence
 from .recipe import Recipe
-from .styles import STYLES, build
+from .styles import STYLES, build, own
 
 __all__ = ["choose_rules", "find_zones", "split_tensors"]
 
@@ -44,8 +44,10 @@ def split_tensors(module: nn.Module, recipe: Recipe, context: ParallelContext) -
         styles[name] = build(recipe.rules[name], *sequence.placements(name, recipe))
     mesh = context.mesh["tp"]
     for name, style in styles.items():
-        if name:
-            parallelize_module(module, mesh, {name: style}, src_data_rank=None)
+        split = module.get_submodule(name)
+        parallelize_module(split, mesh, style, src_data_rank=None)
+        if STYLES[recipe.rules[name]].splits != "out":
+            split.register_forward_hook(lambda _module, _inputs, output: own(output))
     if recipe.config.enable_sequence_parallel:
         sequence.enclose(module, recipe, mesh)
     _tie_again(module, held)
@@ -55,8 +57,7 @@ def choose_rules(model: nn.Module, config: ParallelismConfig, tp: int, key: str)
     """Module name -> style, judged against the model. Pure.
 
     Raises:
-        ConfigurationError: No plan at ``tp > 1``, a style that does not fit its module, or a dim or a number of heads that ``tp``
-            does not divide.
+        ConfigurationError: No plan at ``tp > 1``, a style that does not fit its module, or a dim that ``tp`` does not divide.
     """
     if config.tp_plan is None and tp > 1:
         raise ConfigurationError(
@@ -70,9 +71,7 @@ def choose_rules(model: nn.Module, config: ParallelismConfig, tp: int, key: str)
     return rules
 
 
-def find_zones(
-    model: nn.Module, rules: Mapping[str, str], block_names: tuple[str, ...], tp: int, key: str
-) -> tuple[str, ...]:
+def find_zones(model: nn.Module, rules: Mapping[str, str], block_names: tuple[str, ...], tp: int, key: str) -> tuple[str, ...]:
     """The modules inside which activations are split. Pure.
 
     In a block these are its children that hold split modules, or the block itself when it holds them directly; elsewhere the
@@ -129,12 +128,13 @@ def _judge(module: nn.Module, name: str, style: str, tp: int, config: Parallelis
         )
     if kind.dim is None:
         return
-    size = module.weight.shape[kind.dim] // kind.pieces
-    if size % tp or module.weight.shape[kind.dim] % kind.pieces:
-        halves = f" in {kind.pieces} equal pieces of {size}" if kind.pieces > 1 else ""
+    shape: tuple[int, ...] = tuple(module.get_parameter("weight").shape)
+    size, left = divmod(shape[kind.dim], kind.pieces)
+    if size % tp or left:
+        halves = f" in {kind.pieces} equal pieces of {shape[kind.dim] / kind.pieces:g}" if kind.pieces > 1 else ""
         raise ConfigurationError(
-            f"{key}.tp_size={tp} does not divide {name} ({style}): its weight {tuple(module.weight.shape)} has "
-            f"{module.weight.shape[kind.dim]} along dim {kind.dim}{halves}, {size} % {tp} = {size % tp}\n"
+            f"{key}.tp_size={tp} does not divide {name} ({style}): its weight {shape} has "
+            f"{shape[kind.dim]} along dim {kind.dim}{halves}, {size} % {tp} = {size % tp}\n"
             f"  try: {key}.tp_size={_divisor_below(size, tp)}, or another size of the model"
         )
 

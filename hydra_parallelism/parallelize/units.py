@@ -34,7 +34,7 @@ def find_units(model: nn.Module, split: Any, key: str) -> list[Unit]:
         )
     units: list[Unit] = []
     _collect(model, "", block_list, units)
-    plan = getattr(model, "_pp_plan", None)
+    plan = getattr(model, "pp_plan", None) or getattr(model, "_pp_plan", None)  # Transformers 5 and 4
     if isinstance(plan, Mapping) and plan:
         units = arrange(units, {name: (tuple(reads), tuple(writes)) for name, (reads, writes) in plan.items()})
     bare = [unit for unit in units if unit.is_bare]
@@ -110,9 +110,9 @@ def cut_out(model: nn.Module, units: Iterable[Unit], mine: Iterable[str]) -> nn.
         owner, _, name = unit.name.rpartition(".")
         holder = part.get_submodule(owner)
         if unit.is_bare:
-            del holder._parameters[name]
+            delattr(holder, name)
         else:
-            holder._modules[name] = None
+            setattr(holder, name, None)
     return part
 
 
@@ -125,7 +125,8 @@ def furnish(
         owner, _, name = unit.name.rpartition(".")
         holder, shape = part.get_submodule(owner), shapes[unit.name]
         if isinstance(shape, nn.Module):
-            placed[unit.name] = holder._modules[name] = StandIn(unit.name, shape, device)
+            placed[unit.name] = StandIn(unit.name, shape, device)
+            setattr(holder, name, placed[unit.name])
         else:
             setattr(holder, name, torch.zeros((), dtype=shape.dtype, device=device).expand(shape.shape))
     return placed

@@ -23,7 +23,7 @@ __all__ = ["Initialize", "agree", "blueprint", "fill", "judge"]
 
 _log = logging.getLogger(__name__)
 
-Initialize = Callable[[nn.Module], object]
+Initialize = Callable[[nn.Module], None]
 """Fills the parameters and buffers that a module holds itself, as what one passes to ``nn.Module.apply``."""
 
 
@@ -48,21 +48,30 @@ def judge(model: nn.Module, init_weights: Initialize | None, state_dict: Mapping
             )
 
 
-def agree(model: nn.Module, context: ParallelContext, key: str) -> None:
-    """Give every rank rank 0's weights if they differ. Collective: call on all ranks, with the whole model.
+def agree(model: nn.Module, context: ParallelContext, key: str, error: Exception | None = None) -> None:
+    """Go on together, or refuse together; give every rank rank 0's weights if they differ.
+
+    Collective: call on all ranks, with the whole model and with whatever keeps this rank from going on.
 
     Raises:
-        ConfigurationError: The ranks hold models of different parameters, on every rank.
+        ConfigurationError: The ranks hold models of different parameters, or another rank cannot go on; on every rank.
+        Exception: ``error``, on the ranks that came with one.
     """
     made, filled = _digest_names(model), _digest_values(model)
-    seen = torch.tensor([made, -made, filled, -filled], dtype=torch.int64, device=context.device)
+    seen = torch.tensor([made, -made, filled, -filled, error is not None], dtype=torch.int64, device=context.device)
     dist.all_reduce(seen, dist.ReduceOp.MAX)
-    if seen[0] != -seen[1]:
+    highest, lowest, values, low_values, failed = seen.tolist()
+    if error is not None:
+        raise error
+    if highest != -lowest:
         raise ConfigurationError(
-            f"{key}: the ranks built different models: names, shapes or dtypes of their parameters differ\n"
+            f"{key}: the ranks built different models: names, shapes or dtypes of their parameters differ"
+            f"{', and some rank refused its own' if failed else ''}\n"
             "  try: build the model from the config alone, which is the same on every rank"
         )
-    if seen[2] == -seen[3]:
+    if failed:
+        raise ConfigurationError(f"{key}: another rank refused the model, see its message; nothing was done to it on any rank")
+    if values == -low_values:
         return
     if context.rank == 0:
         _log.info("the ranks built the model with different weights (no common seed?): all take rank 0's")

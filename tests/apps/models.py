@@ -130,7 +130,8 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     frequencies = 1.0 / 100.0 ** (torch.arange(half, device=x.device) / half)
     angles = positions[:, None] * frequencies
     one, two = x[..., :half], x[..., half:]
-    return torch.cat([one * angles.cos() - two * angles.sin(), two * angles.cos() + one * angles.sin()], -1)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
 
 
 VOCAB = {"gpt": 60, "odd": 30, "llama": 60, "packed": 48}

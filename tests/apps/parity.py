@@ -5,11 +5,13 @@ norms and final weights are from the reference, or the error.
 """
 
 import json
+import logging
+import os
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import _app
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from hydra_parallelism import parallel_context, parallelize
+from hydra_parallelism import ParallelContext, parallel_context, parallelize
 
 STEPS, BATCH = 3, 24
 
@@ -52,7 +54,12 @@ def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train(
-    model: nn.Module, case: Case, rank: int, shares: int, loss_of: Callable[[Tensor, Tensor], Tensor], mean: Callable[[Tensor], float]
+    model: nn.Module,
+    case: Case,
+    rank: int,
+    shares: int,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    mean: Callable[[Tensor], float],
 ) -> Numbers:
     """Three steps on this rank's share of each global batch."""
     optimizer, numbers = optimizer_of(case.optimizer, model), Numbers()
@@ -95,36 +102,37 @@ def reference(model: str, optimizer: str) -> Numbers:
     return train(models.make(model), Case("reference", {}, model, optimizer), 0, 1, plain_loss, Tensor.item)
 
 
-def run(case: Case) -> dict[str, Any]:
-    """Train under a layout and compare."""
-    with parallel_context({**case.config, "runtime": {"timeout_s": 60}}) as context:
-        torch.manual_seed(context.rank if case.trick == "seeds" else 0)
-        if case.trick == "meta":
-            with torch.device("meta"):
-                model = models.make(case.model)
-            torch.manual_seed(0)
-            model = parallelize(model, state_dict=models.make(case.model).state_dict() if context.rank == 0 else {})
-        else:
-            model = parallelize(models.make(case.model))
-        if case.trick == "unreduced":
-            model.set_requires_gradient_sync(False)
-        if case.trick == "unscaled":
-            model.set_gradient_divide_factor(1.0)
-        group, shares = context.mesh["dp"].get_group(), context.dp_world_size
+def run(case: Case, context: ParallelContext) -> dict[str, Any]:
+    """Train under a layout and compare. Collective."""
+    model = split(case, context)
+    group, shares = context.mesh["dp"].get_group(), context.dp_world_size
 
-        def mean(loss: Tensor) -> float:
-            total = loss.clone()
-            dist.all_reduce(total, group=group)
-            return total.item() / shares
+    def mean(loss: Tensor) -> float:
+        total = loss.clone()
+        dist.all_reduce(total, group=group)
+        return total.item() / shares
 
-        loss_of = vocabulary_loss if case.trick == "vocabulary" else plain_loss
-        found = train(model, case, context.dp_rank, shares, loss_of, mean)
+    loss_of = vocabulary_loss if case.trick == "vocabulary" else plain_loss
+    found = train(model, case, context.dp_rank, shares, loss_of, mean)
     return compare(found, reference(case.model, case.optimizer))
+
+
+def split(case: Case, context: ParallelContext) -> nn.Module:
+    """The model of a case under its layout."""
+    torch.manual_seed(context.rank if case.trick == "seeds" else 0)
+    if case.trick == "unreduced":
+        return models.make(case.model)
+    if case.trick == "meta":
+        weights = models.make(case.model).state_dict() if context.rank == 0 else {}
+        with torch.device("meta"):
+            model = models.make(case.model)
+        return parallelize(model, state_dict=weights)
+    return parallelize(models.make(case.model))
 
 
 def compare(found: Numbers, wanted: Numbers) -> dict[str, Any]:
     """Largest deviations; weights by name, so that a name that differs is an error."""
-    assert found.weights.keys() == wanted.weights.keys(), (found.weights.keys() ^ wanted.weights.keys())
+    assert found.weights.keys() == wanted.weights.keys(), found.weights.keys() ^ wanted.weights.keys()
     apart = {name: (value - wanted.weights[name]).abs().max().item() for name, value in found.weights.items()}
     worst = max(apart, key=apart.__getitem__)
     return {
@@ -136,27 +144,20 @@ def compare(found: Numbers, wanted: Numbers) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the cases of this world size, or those whose names contain the first argument."""
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    rank, size = int(_app_environment("RANK", "0")), int(_app_environment("WORLD_SIZE", "1"))
-    for case in cases(size):
-        if wanted in case.name:
-            try:
-                result = run(case)
-            except Exception as error:  # told as the result of this case; the others go on
-                result = {"error": f"{type(error).__name__}: {error}"}
-                if len(sys.argv) > 1:
-                    traceback.print_exc()
-            if rank == 0:
-                _app.say(f"BODY {json.dumps({'case': asdict(case), **result})}")
-
-
-def _app_environment(name: str, default: str) -> str:
-    import os
-
-    return os.environ.get(name, default)
+    """Run the cases of this world size, or those whose names contain the first argument; one context for each layout."""
+    wanted, rank, size = "".join(sys.argv[1:2]), int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    for config, group in groupby((case for case in cases(size) if wanted in case.name), key=lambda case: case.config):
+        with parallel_context({**config, "runtime": {"timeout_s": 60}}) as context:
+            for case in group:
+                try:
+                    result = run(case, context)
+                except Exception as error:  # told as the result of this case; the others go on
+                    result = {"error": f"{type(error).__name__}: {error}"}
+                if rank == 0:
+                    _app.say(f"BODY {json.dumps({'case': asdict(case), **result})}")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     main()

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hydra_parallelism import parallel_context, parallelize
-from hydra_parallelism.parallelize.steps import accumulate, forward_backward
+from hydra_parallelism import accumulate, forward_backward, parallel_context, parallelize
 
 STEPS = 3
 PLAN = {

@@ -9,9 +9,8 @@ import tiny
 import torch
 from torch import Tensor, nn
 
-from hydra_parallelism import ConfigurationError, parallel_context, parallelize
+from hydra_parallelism import ConfigurationError, forward_backward, parallel_context, parallelize
 from hydra_parallelism.parallelize.pipeline import PipelinedModel
-from hydra_parallelism.parallelize.steps import forward_backward
 
 
 class Skips(nn.Module):

@@ -106,7 +106,7 @@ class Llama(nn.Module):
         super().__init__()
         self.head = nn.Linear(dim, VOCAB, bias=False)  # registered first, runs last: only the plan says so
         self.model = Decoder(layers, dim, heads)
-        self._pp_plan = {
+        self.pp_plan = {
             "head": (["hidden"], ["logits"]),
             "model.embed_tokens": (["ids"], ["embeds"]),
             "model.layers": (["hidden", "mask"], ["hidden"]),
