@@ -115,5 +115,9 @@ def test_refusals_are_the_same_on_every_rank_and_leave_the_pipeline_whole(tmp_pa
         "parallelism.pipeline.microbatches=4 does not divide the batch of 6 samples of this data rank, and the parts must "
         "be equal\n  try: parallelism.pipeline.microbatches=3, or 8 samples"
     )
+    assert first["cache"] == (
+        "the output of the model holds something of type object, and each of the 4 micro-batches makes one of its own\n"
+        "  try: an output of tensors (Transformers: use_cache=False)"
+    )
     assert first["flow"].startswith("blocks.3 (stage 1) reads what embed (stage 0) computes")
     assert first["tied"].startswith("token_embedding.weight (stage 0) and head.weight (stage 1) are one parameter")

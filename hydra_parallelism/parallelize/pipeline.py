@@ -7,6 +7,7 @@ Three steps, so that the other axes can be applied to each stage in between, as 
 3. :class:`PipelinedModel` makes the stages run.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,8 @@ from .stages import Unit, choose_microbatches, divide, rank_of, splits_backward,
 from .units import cut_out, find_units, furnish, refuse_shared, take_shapes
 
 __all__ = ["Cut", "PipelinePlan", "PipelinedModel", "cut", "plan_pipeline"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -118,11 +121,14 @@ class PipelinedModel(nn.Module):
         Torch then leaves out their gradients without a word (2.13: ``stage_backward_input`` asks for the parameters before
         FSDP's hooks have gathered them).
         """
-        if splits_backward(self.pipeline_plan.schedule):
-            for part in self._parts:
-                for module in part.module.modules():
-                    if isinstance(module, FSDPModule):
-                        module.set_reshard_after_forward(False, recurse=False)
+        schedule, key = self.pipeline_plan.schedule, self.pipeline_plan.key
+        if not splits_backward(schedule):
+            return
+        sharded = [module for part in self._parts for module in part.module.modules() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            module.set_reshard_after_forward(False, recurse=False)
+        if sharded and self._context.config.fsdp.reshard_after_forward and self._context.rank == 0:
+            _log.info("%s.pipeline.schedule=%s needs %s.fsdp.reshard_after_forward=false, and has it", key, schedule, key)
 
     def _furnish(self, stage: int, module: nn.Module, pieces: Cut) -> Part:
         plan, first = self.pipeline_plan, self._flow[0].first
@@ -231,8 +237,10 @@ class PipelinedModel(nn.Module):
             leaves = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves]
             tensors = [leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor)]
             shapes = [_Shape(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            header = [_compat.unflatten(shapes, spec)]
+            header = [self._refuse_whole(leaves) or _compat.unflatten(shapes, spec)]
         dist.broadcast_object_list(header, group=self._group, group_src=self._end_rank)
+        if isinstance(header[0], ConfigurationError):
+            raise header[0]
         leaves, spec = _compat.flatten(header[0])
         if not self._is_end:
             shapes = [leaf for leaf in leaves if isinstance(leaf, _Shape)]
@@ -241,6 +249,17 @@ class PipelinedModel(nn.Module):
             dist.broadcast(tensor, group=self._group, group_src=self._end_rank)
         found = iter(tensors)
         return _compat.unflatten([next(found) if isinstance(leaf, _Shape) else leaf for leaf in leaves], spec)
+
+    def _refuse_whole(self, leaves: list[Any]) -> ConfigurationError | None:
+        """A value that is no tensor cannot be put together out of micro-batches, unless it is the same in all."""
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor | bool | int | float | str | None):
+                return ConfigurationError(
+                    f"the output of the model holds something of type {type(leaf).__name__}, and each of the "
+                    f"{self.pipeline_plan.microbatches} micro-batches makes one of its own\n"
+                    "  try: an output of tensors (Transformers: use_cache=False)"
+                )
+        return None
 
 
 @dataclass(frozen=True)
@@ -287,7 +306,8 @@ class _Run:
 
     def _loss(self, output: Any, number: Tensor) -> Tensor:
         loss: Tensor = self._loss_fn(self._end.rebuild_output(output), self._targets[int(number)])
-        self._losses.append(loss.detach().clone())
+        told = loss.detach()
+        self._losses.append((told.full_tensor() if isinstance(told, DTensor) else told).float())
         return loss / self._divisor
 
 

@@ -29,6 +29,13 @@ class Skips(nn.Module):
         return self.head(x)
 
 
+class Remembers(tiny.GPT):
+    """Returns what no one can put together out of micro-batches."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        return {"logits": super().forward(tokens), "cache": object()}
+
+
 def attempts() -> dict[str, str]:
     """Try what is refused, and then what is not."""
     model, skips, data = parallelize(tiny.make("gpt")), parallelize(Skips()), tiny.batch(0, 6)
@@ -41,6 +48,7 @@ def attempts() -> dict[str, str]:
         "batch": refusal(lambda: forward_backward(model, data.inputs, data.targets, tiny.cross_entropy)),
         "evaluation": refusal(lambda: torch.no_grad()(model)(data.inputs)),
         "flow": refusal(lambda: forward_backward(skips, *few)),
+        "cache": refusal(lambda: torch.no_grad()(parallelize(Remembers()))(data.inputs[:4])),
         "tied": refusal(lambda: parallelize(tied)),
     }
     apart = forward_backward(model, *few) - forward_backward(tiny.make("gpt"), *few)
