@@ -19,7 +19,7 @@ class Skips(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(tiny.VOCAB, 4)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(4))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(8))
         self.head = nn.Linear(4, tiny.VOCAB)
 
     def forward(self, tokens: Tensor) -> Tensor:
