@@ -7,6 +7,7 @@ from multiprocessing import forkserver, process
 
 import hydra.main  # noqa: F401 - the module, which the function of the same name hides
 import pytest
+import torch
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.utils import JobReturn
 from torch.distributed import distributed_c10d as c10d
@@ -35,6 +36,15 @@ def test_caches_of_dtensor() -> None:
     ):
         assert callable(cached.cache_clear)
     _compat.release_meshes()
+
+
+def test_a_module_computes_with_what_is_put_among_its_parameters() -> None:
+    module = torch.nn.Linear(2, 2, bias=False)
+    kept = module.weight
+    _compat.registered_parameters(module)["weight"] = kept * 0 + 3
+    module(torch.ones(1, 2)).sum().backward()
+    assert kept.grad is not None
+    assert module(torch.ones(1, 2)).tolist() == [[6.0, 6.0]]
 
 
 def test_children_of_multiprocessing() -> None:
