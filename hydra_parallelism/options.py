@@ -103,5 +103,5 @@ def _warnings(config: Any, key: str, topology: Topology) -> Iterator[tuple[str, 
     if value("enable_expert_parallel"):
         yield f"{key}.enable_expert_parallel is deprecated, write {key}.ep_size={topology.ep}", FutureWarning
     for plan, degree, size in (("tp_plan", "tp_size", topology.tp), ("ep_plan", "ep_size", topology.ep)):
-        if value(plan) and size == 1:
+        if value(plan) not in (None, "auto") and size == 1:  # presets say auto, whatever the size comes to
             yield f"{key}.{plan} is set but does nothing at {degree}=1; try {key}.{degree}=2", UserWarning

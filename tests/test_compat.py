@@ -57,6 +57,15 @@ def test_every_schedule_reduces_gradients_through_its_stages() -> None:
         assert kind.__name__ in ("ScheduleGPipe", "Schedule1F1B") or issubclass(kind, schedules._PipelineScheduleRuntime)
 
 
+def test_a_module_computes_with_what_is_put_among_its_parameters() -> None:
+    module = torch.nn.Linear(2, 2, bias=False)
+    kept = module.weight
+    _compat.registered_parameters(module)["weight"] = kept * 0 + 3
+    module(torch.ones(1, 2)).sum().backward()
+    assert kept.grad is not None
+    assert module(torch.ones(1, 2)).tolist() == [[6.0, 6.0]]
+
+
 def test_children_of_multiprocessing() -> None:
     assert isinstance(process._children, set)  # type: ignore[attr-defined]
     assert callable(forkserver.ensure_running)

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+
 from processes import APPS, ROOT, body_lines, python, run, torchrun
 
 sys.path.insert(0, str(APPS))

@@ -29,9 +29,14 @@ class Recipe:
     rules: Mapping[str, str] = field(default_factory=dict)
     """Module -> tensor-parallel style."""
     zones: tuple[str, ...] = ()
-    """The modules inside which activations are split over ``tp``: a block's attention, a block's MLP."""
+    """The modules that hold split weights, inside which activations may be slices: a block's attention, a block's MLP."""
     recomputed: tuple[str, ...] = ()
     """The blocks whose activations are computed again in backward."""
+
+    @property
+    def block_zones(self) -> tuple[str, ...]:
+        """The zones that are a block or lie in one."""
+        return tuple(zone for zone in self.zones if f"{zone}.".startswith(tuple(f"{block}." for block in self.blocks)))
 
     def present(self, names: tuple[str, ...], module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Those of some names that a model or stage holds, with their modules, in the order of the names."""

@@ -39,7 +39,7 @@ def placements(name: str, recipe: Recipe) -> tuple[Placement, Placement]:
     block = next((block for block in recipe.blocks if name.startswith(f"{block}.")), None)
     if not recipe.config.enable_sequence_parallel or block is None:
         return Replicate(), Replicate()
-    if any(name.startswith(f"{zone}.") for zone in recipe.zones if zone not in recipe.blocks):
+    if any(name.startswith(f"{zone}.") for zone in recipe.block_zones if zone not in recipe.blocks):
         # The zone has gathered; a row-wise module is its exit.
         return Replicate(), Shard(_SEQUENCE) if STYLES[recipe.rules[name]].dim == 1 else Replicate()
     return Shard(_SEQUENCE), Shard(_SEQUENCE)
@@ -75,17 +75,17 @@ def judge(model: nn.Module, config: ParallelismConfig, block_names: tuple[str, .
 
 def enclose(module: nn.Module, recipe: Recipe, mesh: DeviceMesh) -> None:
     """Cut the sequence where the blocks of a model or stage begin, gather it where they end, and see to what is in between."""
-    inside = [block for _, block in recipe.present(recipe.blocks, module)]
+    inside, zones = [block for _, block in recipe.present(recipe.blocks, module)], recipe.block_zones
     if not inside:
         return
     for name, block in recipe.present(recipe.blocks, module):
         for inner, owner in block.named_modules():
             path = f"{name}.{inner}".rstrip(".")
-            zoned = any(path == zone or path.startswith(f"{zone}.") for zone in recipe.zones)
+            zoned = any(path == zone or path.startswith(f"{zone}.") for zone in zones)
             if not zoned and path not in recipe.rules and next(owner.parameters(recurse=False), None) is not None:
                 parallelize_module(owner, mesh, build("sequence_parallel"))
-    for name, zone in recipe.present(recipe.zones, module):
-        if name not in recipe.blocks and name.startswith(tuple(f"{block}." for block in recipe.blocks)):
+    for name, zone in recipe.present(zones, module):
+        if name not in recipe.blocks:
             zone.register_forward_pre_hook(partial(_at_entrance, partial(_gather_for_zone, mesh)), with_kwargs=True)
     cut = partial(_cut, mesh, recipe.key)
     inside[0].register_forward_pre_hook(partial(_at_entrance, cut), with_kwargs=True, prepend=True)

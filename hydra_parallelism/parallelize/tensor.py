@@ -72,20 +72,21 @@ def choose_rules(model: nn.Module, config: ParallelismConfig, tp: int, key: str)
 
 
 def find_zones(model: nn.Module, rules: Mapping[str, str], block_names: tuple[str, ...], tp: int, key: str) -> tuple[str, ...]:
-    """The modules inside which activations are split. Pure.
+    """The modules that hold split weights, inside which activations may be slices. Pure.
 
-    In a block these are its children that hold split modules, or the block itself when it holds them directly; elsewhere the
-    parent of a split module, the root apart.
+    In a block these are its children that hold such modules, or the block itself when it holds them directly; elsewhere the
+    parent of a module that returns or takes slices, the root apart.
 
     Raises:
         ConfigurationError: A module with parameters inside a zone that the plan is silent about, or heads that do not divide.
     """
-    found: dict[str, None] = {}
+    found: dict[str, bool] = {}
     for name, style in rules.items():
-        zone = _zone(name, block_names)
-        if STYLES[style].splits and zone:
-            found[zone] = None
-    for zone in found:
+        zone, slices = _zone(name, block_names), bool(STYLES[style].splits)
+        in_block = any(f"{zone}.".startswith(f"{block}.") for block in block_names)
+        if zone and (slices or (in_block and STYLES[style].dim is not None)):
+            found[zone] = found.get(zone, False) or slices
+    for zone in (zone for zone, slices in found.items() if slices):
         inner = [name for name in rules if name.startswith(f"{zone}.")]
         for silent in _silent(model, zone, rules):
             raise ConfigurationError(

@@ -57,6 +57,12 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 """World size -> layout -> config."""
 
+_GATHERED = {
+    "tp_plan": {"layers.*.attention.[qkv]_proj": "colwise_rep", "layers.*.attention.o_proj": "rowwise_rep"},
+    "tp_size": 2,
+}
+"""Every output whole again, as in Transformers' plan for Phi-3."""
+
 _VOCABULARY = {"tp_plan": {"head": "colwise_vocab"}}
 
 EXTRAS: dict[int, list[Case]] = {
@@ -66,6 +72,8 @@ EXTRAS: dict[int, list[Case]] = {
         Case("tp2_meta", {"tp_size": 2, **_TP}, "llama", trick="meta"),
         Case("tp2_vocabulary", {"tp_size": 2, **_TP, **_VOCABULARY}, trick="vocabulary"),
         Case("tp2_vocabulary_sp", {"tp_size": 2, **_SP, **_VOCABULARY}, trick="vocabulary"),
+        Case("tp2_gathered", _GATHERED),
+        Case("tp2_gathered_sp", {**_GATHERED, "enable_sequence_parallel": True}),
         Case("fsdp2_recompute", {"dp_shard": 2, "activation_checkpointing": "full"}),
         Case("fsdp2_recompute2", {"dp_shard": 2, "activation_checkpointing": 2}, "odd"),
         Case("tp2_sp_recompute", {"tp_size": 2, **_SP, "activation_checkpointing": "full"}, "llama"),
