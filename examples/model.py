@@ -1,8 +1,8 @@
 """A small GPT in plain torch: what the training example trains.
 
-Nothing here knows about ranks. Two choices leave room for those who split the model: the query, key and value projections
-are separate ``Linear`` layers, and attention takes its number of heads from the width that the projections produce, so a rank
-that holds half of ``q_proj`` computes half of the heads.
+Nothing here computes with ranks. Three choices leave room for those who split the model: the query, key and value projections
+are separate ``Linear`` layers; attention takes its number of heads from the width that the projections produce, so a rank
+that holds half of ``q_proj`` computes half of the heads; and ``tp_plan`` says which modules may be split how.
 """
 
 import torch
@@ -21,7 +21,7 @@ class Attention(nn.Module):
         super().__init__()
         if dim % heads:
             raise ValueError(f"model.dim={dim} does not divide into model.heads={heads} heads")
-        self.head_dim = dim // heads
+        self.heads, self.head_dim = heads, dim // heads
         self.q_proj = nn.Linear(dim, dim, bias=False)
         self.k_proj = nn.Linear(dim, dim, bias=False)
         self.v_proj = nn.Linear(dim, dim, bias=False)
@@ -79,6 +79,16 @@ class GPT(nn.Module):
         hidden: Width inside the MLP.
         seq_len: Longest sequence, in tokens.
     """
+
+    tp_plan = {  # noqa: RUF012 - read, never changed
+        "token_embedding": "embedding_rowwise",
+        "layers.*.attention.[qkv]_proj": "colwise",
+        "layers.*.attention.o_proj": "rowwise",
+        "layers.*.mlp.up": "colwise",
+        "layers.*.mlp.down": "rowwise",
+        "head": "colwise_gather_output",
+    }
+    """What ``parallelism.tp_plan=auto`` reads: module name pattern -> style."""
 
     def __init__(self, vocab: int, dim: int, num_layers: int, heads: int, hidden: int, seq_len: int) -> None:
         super().__init__()

@@ -12,6 +12,8 @@ from . import resolvers as _resolvers
 if TYPE_CHECKING:
     from .config import ContextParallelConfig, FSDPConfig, ParallelismConfig, PipelineConfig, RuntimeConfig, WithParallelism
     from .errors import ConfigurationError, LaunchError, ParallelismError
+    from .parallelize import parallelize
+    from .parallelize.steps import accumulate, forward_backward
     from .runtime import ParallelContext, current, init, parallel_context, shutdown
     from .topology import Topology, resolve
 
@@ -27,9 +29,12 @@ __all__ = [
     "RuntimeConfig",
     "Topology",
     "WithParallelism",
+    "accumulate",
     "current",
+    "forward_backward",
     "init",
     "parallel_context",
+    "parallelize",
     "resolve",
     "shutdown",
 ]
@@ -45,6 +50,8 @@ _HOMES = {
         "RuntimeConfig",
         "WithParallelism",
     ),
+    "parallelize": ("parallelize",),
+    "parallelize.steps": ("accumulate", "forward_backward"),
     "errors": ("ConfigurationError", "LaunchError", "ParallelismError"),
     "runtime": ("ParallelContext", "current", "init", "parallel_context", "shutdown"),
     "topology": ("Topology", "resolve"),

@@ -4,11 +4,23 @@ import gc
 import sys
 from multiprocessing import process
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
+from torch.utils import _pytree
 
-__all__ = ["child_processes", "default_store", "registered_groups", "release_meshes"]
+__all__ = [
+    "child_processes",
+    "default_store",
+    "flatten",
+    "is_view",
+    "registered_groups",
+    "registered_parameters",
+    "release_meshes",
+    "unflatten",
+]
 
 
 def default_store() -> dist.Store:
@@ -21,9 +33,29 @@ def registered_groups() -> int:
     return len(c10d._world.pg_map)
 
 
+def registered_parameters(module: nn.Module) -> dict[str, Tensor | None]:
+    """The parameters that a module holds itself, live: what is put here is what its forward finds, a Parameter or not."""
+    return module._parameters  # type: ignore[return-value]
+
+
 def child_processes() -> list[BaseProcess]:
     """Processes that multiprocessing has started here. Its public list polls them, which another thread must not do."""
     return list(process._children)  # type: ignore[attr-defined]
+
+
+def flatten(value: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested containers in a fixed order, and what :func:`unflatten` needs to put them back."""
+    return _pytree.tree_flatten(value)
+
+
+def unflatten(leaves: list[Any], spec: Any) -> Any:
+    """The containers of :func:`flatten` around other leaves."""
+    return _pytree.tree_unflatten(leaves, spec)
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether a tensor shares the memory of another one as autograd sees it."""
+    return tensor._is_view()
 
 
 def release_meshes() -> None:

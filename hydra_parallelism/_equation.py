@@ -29,6 +29,7 @@ _OWN_KEYS = (
     "context_parallel",
     "ep_size",
     "world_size",
+    "activation_checkpointing",
     *_SWITCHES,
 )
 
@@ -75,6 +76,7 @@ def read_degrees(config: Any, key: str, *, inference: bool | None = None) -> Deg
     ep_size, world_size = plain.get("ep_size", 1), plain.get("world_size")
     problems += _judge(f"{key}.ep_size", ep_size, sentinel=True)
     problems += _judge_world_size(f"{key}.world_size", world_size)
+    problems += _judge_recompute(f"{key}.activation_checkpointing", plain.get("activation_checkpointing", "none"))
     for name in _SWITCHES:
         if not isinstance(plain.get(name, False), bool):
             problems.append(f"{key}.{name}={_show(plain[name])}: must be true or false")
@@ -195,6 +197,13 @@ def _judge_world_size(path: str, value: Any) -> list[str]:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return []
     return [f"{path}={_show(value)}: must be a whole number of at least 1, or null to ask the launcher"]
+
+
+def _judge_recompute(path: str, value: Any) -> list[str]:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value in ("none", "full") or (whole and value >= 1):
+        return []
+    return [f"{path}={_show(value)}: must be none, full, or a whole number n of at least 1 (every n-th block)"]
 
 
 def _judge(path: str, value: Any, *, sentinel: bool) -> list[str]:

@@ -148,6 +148,9 @@ class ParallelismConfig:
     """Shard the sequence between the tensor-parallel regions, over ``tp``."""
     enable_expert_parallel: bool = False
     """Deprecated: means ``ep_size=tp_size`` when ``ep_size`` is left alone. Write ``ep_size``."""
+    activation_checkpointing: Any = "none"
+    """Whose activations are computed again in backward instead of kept: ``none``, ``full`` (every block), or a number n (every
+    n-th block), e.g. ``activation_checkpointing=2``."""
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     """Sharding policy."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)

@@ -13,7 +13,7 @@ from .config import ParallelismConfig, RuntimeConfig
 from .errors import ConfigurationError
 from .topology import Topology
 
-__all__ = ["flatten", "read_options", "warn"]
+__all__ = ["flatten", "read_config", "read_options", "warn"]
 
 _LONGEST_S = 30 * 24 * 3600.0
 
@@ -47,6 +47,35 @@ def read_options(config: Any, key: str) -> RuntimeConfig:
     return options
 
 
+def read_config(config: Any, key: str) -> ParallelismConfig:
+    """A whole config as plain data: interpolations resolved, names turned into enums, policies judged.
+
+    Raises:
+        ConfigurationError: Names every value that cannot be what it should.
+    """
+    try:
+        plain = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else config
+        merged = OmegaConf.merge(OmegaConf.structured(ParallelismConfig), plain)
+        read: ParallelismConfig = OmegaConf.to_object(merged)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        where = f"{key}.{error.full_key}" if error.full_key else key
+        raise ConfigurationError(f"{where}: {error.msg or error}") from error
+    problems = list(_judge_policies(read, key))
+    if problems:
+        raise ConfigurationError("\n  ".join([f"{key} is not valid:", *problems]))
+    return read
+
+
+def _judge_policies(config: ParallelismConfig, key: str) -> Iterator[str]:
+    wrap = config.fsdp.wrap
+    if wrap != "auto" and not (isinstance(wrap, list) and all(isinstance(entry, str) for entry in wrap)):
+        yield f"{key}.fsdp.wrap={wrap!r}: must be auto, or a list of class names and module name patterns, e.g. [Block]"
+    for name in ("tp_plan", "ep_plan"):
+        plan = getattr(config, name)
+        if plan not in (None, "auto") and not isinstance(plan, dict):
+            yield f"{key}.{name}={plan!r}: must be null, auto, or a mapping of module name patterns to styles"
+
+
 def flatten(config: Any) -> Iterator[tuple[str, Any]]:
     """Dotted path and value of everything in a config, interpolations resolved, enums by name."""
     node = config
@@ -74,5 +103,5 @@ def _warnings(config: Any, key: str, topology: Topology) -> Iterator[tuple[str, 
     if value("enable_expert_parallel"):
         yield f"{key}.enable_expert_parallel is deprecated, write {key}.ep_size={topology.ep}", FutureWarning
     for plan, degree, size in (("tp_plan", "tp_size", topology.tp), ("ep_plan", "ep_size", topology.ep)):
-        if value(plan) and size == 1:
+        if value(plan) not in (None, "auto") and size == 1:  # presets say auto, whatever the size comes to
             yield f"{key}.{plan} is set but does nothing at {degree}=1; try {key}.{degree}=2", UserWarning

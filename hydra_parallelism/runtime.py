@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -24,10 +24,10 @@ import torch.distributed as dist
 from . import _compat, agreement, device, rendezvous
 from . import world as world_module
 from ._equation import read_degrees
-from .config import RuntimeConfig
+from .config import ParallelismConfig, RuntimeConfig
 from .errors import LaunchError, ParallelismError
 from .mesh import AxisGroups, Meshes, build_groups
-from .options import flatten, read_options, warn
+from .options import flatten, read_config, read_options, warn
 from .topology import Topology, resolve
 from .world import World
 
@@ -53,6 +53,10 @@ class ParallelContext:
     """Backend of the process groups."""
     store: dist.Store
     """Key-value store shared by the ranks of this job, for small messages such as host names."""
+    config: ParallelismConfig = field(default_factory=ParallelismConfig)
+    """What the context was made with: the parallelism node as plain data. Degrees are in ``topology``, ``-1`` stays here."""
+    key: str = "parallelism"
+    """Dotted path of that node, for messages."""
 
     @property
     def rank(self) -> int:
@@ -202,24 +206,25 @@ def is_first(event: str) -> bool:
 
 def _start(config: Any, key: str, announce: Callable[[str], None] | None, job: int) -> _Session:
     world = _read_world(config, key)
-    options, topology, bound, error = RuntimeConfig(), Topology(), torch.device("cpu"), None
+    plain, topology, bound, error = ParallelismConfig(), Topology(), torch.device("cpu"), None
     fingerprint: dict[str, Any] = {}
     try:
-        options = read_options(config, key)
+        plain.runtime = read_options(config, key)
         fingerprint = {f"{key}.{path}": value for path, value in flatten(config)}
         topology = resolve(config, world.size, source=world.source(), key=key)
-        bound = device.bind(device.choose_type(options.device_type, key), world)
-        fingerprint |= _describe(topology, bound, options)
+        plain = read_config(config, key)
+        bound = device.bind(device.choose_type(plain.runtime.device_type, key), world)
+        fingerprint |= _describe(topology, bound, plain.runtime)
         if world.rank == 0:
             warn(config, key, topology)
     except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         error = caught
-    wait = timedelta(seconds=options.start_timeout_s)
+    wait = timedelta(seconds=plain.runtime.start_timeout_s)
     store = _job_store(world, job, wait)
     error = error or _claim_device(store, bound)
     store.set(f"host/{world.rank}", socket.gethostname())
     agreement.settle(store, world, fingerprint, error, timeout=wait, announce=announce)
-    session = _build(config, key, world, topology, bound, options, store)
+    session = _build(config, key, world, topology, bound, plain, store)
     _wait_for_all(world, store)
     return session
 
@@ -280,13 +285,13 @@ def _build(
     world: World,
     topology: Topology,
     bound: torch.device,
-    options: RuntimeConfig,
+    plain: ParallelismConfig,
     store: dist.Store,
 ) -> _Session:
     began = time.perf_counter()
     owns_default = not dist.is_initialized()
-    timeout = timedelta(seconds=options.timeout_s)
-    backend = device.choose_backend(options.backend, bound.type)
+    timeout = timedelta(seconds=plain.runtime.timeout_s)
+    backend = device.choose_backend(plain.runtime.backend, bound.type)
     with rendezvous.loopback_only(world):
         if owns_default:
             _init_default(world, backend, bound, timeout, store)
@@ -297,7 +302,7 @@ def _build(
                 dist.destroy_process_group()
             raise
     meshes = Meshes(topology, world.rank, groups, bound.type)
-    context = ParallelContext(topology, world, bound, meshes, backend, store)
+    context = ParallelContext(topology, world, bound, meshes, backend, store, plain, key)
     if world.rank == 0:
         _tell(config, key, context, len(groups.made) + 1, time.perf_counter() - began)
     return _Session(context, groups, owns_default, os.getpid())

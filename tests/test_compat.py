@@ -7,10 +7,12 @@ from multiprocessing import forkserver, process
 
 import hydra.main  # noqa: F401 - the module, which the function of the same name hides
 import pytest
+import torch
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.utils import JobReturn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
+from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -35,6 +37,33 @@ def test_caches_of_dtensor() -> None:
     ):
         assert callable(cached.cache_clear)
     _compat.release_meshes()
+
+
+def test_containers_come_apart_and_together() -> None:
+    value = ({"b": 1, "a": [2, None]}, "x")
+    leaves, spec = _compat.flatten(value)
+    assert leaves == [1, 2, None, "x"]
+    assert _compat.unflatten([4, 3, 2, 1], spec) == ({"b": 4, "a": [3, 2]}, 1)
+    one = torch.ones(2, requires_grad=True) * 2
+    assert (_compat.is_view(one), _compat.is_view(one[1:])) == (False, True)
+
+
+def test_every_schedule_reduces_gradients_through_its_stages() -> None:
+    single = (schedules.ScheduleGPipe._step_microbatches, schedules.Schedule1F1B._step_microbatches)
+    for function in (*single, schedules._PipelineScheduleRuntime._step_microbatches):
+        assert "perform_reduce_grad(" in inspect.getsource(function)
+    for name in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+        kind = schedules.get_schedule_class(name)
+        assert kind.__name__ in ("ScheduleGPipe", "Schedule1F1B") or issubclass(kind, schedules._PipelineScheduleRuntime)
+
+
+def test_a_module_computes_with_what_is_put_among_its_parameters() -> None:
+    module = torch.nn.Linear(2, 2, bias=False)
+    kept = module.weight
+    _compat.registered_parameters(module)["weight"] = kept * 0 + 3
+    module(torch.ones(1, 2)).sum().backward()
+    assert kept.grad is not None
+    assert module(torch.ones(1, 2)).tolist() == [[6.0, 6.0]]
 
 
 def test_children_of_multiprocessing() -> None:

@@ -33,8 +33,16 @@ def test_one_process_learns(reference: list[float]) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [("parallelism=hsdp", "parallelism.dp_replicate=2"), ("parallelism=ddp",), ("parallelism=fsdp",), ()],
-    ids=["hsdp", "ddp", "fsdp", "untouched"],
+    [
+        ("parallelism=hsdp", "parallelism.dp_replicate=2"),
+        ("parallelism=ddp",),
+        ("parallelism=fsdp",),
+        (),
+        ("parallelism=tp",),
+        ("parallelism=fsdp_tp", "parallelism.enable_sequence_parallel=true", "parallelism.activation_checkpointing=full"),
+        ("parallelism=pp_fsdp",),
+    ],
+    ids=["hsdp", "ddp", "fsdp", "untouched", "tp", "fsdp_tp_sp", "pp_fsdp"],
 )
 def test_four_processes_match_one(layout: tuple[str, ...], reference: list[float], tmp_path: Path) -> None:
     found = losses(run(torchrun(4, TRAIN, *layout, *FEW), tmp_path))
@@ -42,10 +50,10 @@ def test_four_processes_match_one(layout: tuple[str, ...], reference: list[float
     assert found == pytest.approx(reference, abs=1e-4)
 
 
-def test_axes_that_it_does_not_apply_are_refused(tmp_path: Path) -> None:
-    outcome = run(torchrun(2, TRAIN, "parallelism=pp", "hydra.run.dir=out"), tmp_path)
+def test_axes_that_are_not_applied_are_refused(tmp_path: Path) -> None:
+    outcome = run(torchrun(2, TRAIN, "parallelism=ring", "hydra.run.dir=out"), tmp_path)
     assert outcome.code != 0
-    assert "examples/train.py shards data axes only: pp_size=2 is not applied here" in outcome.text
+    assert "parallelize does not apply parallelism.context_parallel.ring_degree=2 in this release" in outcome.text
 
 
 def test_asking_for_the_config_imports_no_torch(tmp_path: Path) -> None:

@@ -26,15 +26,22 @@ ORDER = (
     "runtime", "record", "run_folder", "run_mode", "multirun", "callback", "sweep_plan", "sweep_jobs", "sweep",
 )  # fmt: skip
 """Each of these may import those before it."""
+PARALLELIZE = (
+    "recipe", "blocks", "styles", "plans", "sequence", "tensor", "recompute", "data", "weights",
+    "stages", "stand_ins", "units", "flow", "part", "merge", "relay", "pipeline", "steps", "order",
+)  # fmt: skip
+"""Modules of ``parallelize``, likewise; of the rest they may import all up to ``runtime``, and none of that imports them."""
 DOORBELL = sorted((ROOT / "hydra_plugins").rglob("*.py"))
-RUNTIME = ("ParallelContext", "current", "init", "parallel_context", "shutdown")
+RUNTIME = (
+    "ParallelContext", "accumulate", "current", "forward_backward", "init", "parallel_context", "parallelize", "shutdown",
+)  # fmt: skip
 
 
-def _siblings(path: Path) -> set[str]:
-    """Modules of the package that a module imports, wherever in it."""
+def _siblings(path: Path, level: int = 1) -> set[str]:
+    """Modules of the package that a module imports, wherever in it; with ``level=2`` those of the package around its own."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
+        if isinstance(node, ast.ImportFrom) and node.level == level:
             found |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "hydra_parallelism":
             found |= {node.module.split(".")[1]} if "." in node.module else {alias.name for alias in node.names}
@@ -67,6 +74,20 @@ def _module(name: str) -> Path:
 @pytest.mark.parametrize("name", ORDER)
 def test_imports_point_one_way(name: str) -> None:
     assert _siblings(_module(name)) <= set(ORDER[: ORDER.index(name)])
+
+
+@pytest.mark.parametrize("name", PARALLELIZE)
+def test_imports_within_parallelize_point_one_way(name: str) -> None:
+    path = ROOT / "hydra_parallelism" / "parallelize" / f"{name}.py"
+    assert _siblings(path) <= set(PARALLELIZE[: PARALLELIZE.index(name)])
+    assert _siblings(path, level=2) <= set(ORDER[: ORDER.index("runtime") + 1])
+    module = importlib.import_module(f"hydra_parallelism.parallelize.{name}")
+    assert module.__all__ == sorted(module.__all__)
+    assert all(hasattr(module, public) for public in module.__all__)
+
+
+def test_every_module_of_parallelize_has_its_place() -> None:
+    assert {path.stem for path in (ROOT / "hydra_parallelism" / "parallelize").glob("*.py")} == {*PARALLELIZE, "__init__"}
 
 
 @pytest.mark.parametrize(

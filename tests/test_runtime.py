@@ -167,7 +167,7 @@ def test_too_many_processes_for_one() -> None:
 def test_options_that_do_nothing_are_said() -> None:
     with (
         pytest.warns(UserWarning, match="tp_plan is set but does nothing at tp_size=1"),
-        hp.parallel_context({"tp_plan": "auto"}),
+        hp.parallel_context({"tp_plan": {"head": "colwise"}}),
     ):
         pass
     with (

@@ -1,0 +1,131 @@
+"""Sequence parallelism: between the tensor-parallel zones each ``tp`` rank holds a slice of the sequence.
+
+The region is the block list. The first block's hidden-state input, (batch, sequence, width), is cut along dim 1, the last
+block's output is gathered. In between:
+
+* a zone (a block's attention, its MLP) gathers the sequence at its entrance; its row-wise modules reduce-scatter at the exit;
+* whatever else holds parameters (norms, scales) computes on its slice, and the gradients of these parameters are summed over
+  ``tp``.
+
+What embeds the tokens before the region and the norm and head behind it see whole sequences. (Korthikanti et al. 2022,
+"Reducing Activation Recomputation in Large Transformer Models", section 4.2.2.)
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from ..config import ParallelismConfig
+from ..errors import ConfigurationError
+from .recipe import Recipe
+from .styles import STYLES, build, own
+
+__all__ = ["HEADS", "enclose", "judge", "placements"]
+
+HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
+"""Attributes in which models keep the number of query heads."""
+
+_SEQUENCE = 1
+_NAMES = ("hidden_states", "x", "input", "inputs")
+
+
+def placements(name: str, recipe: Recipe) -> tuple[Placement, Placement]:
+    """How whole inputs and outputs of a module in the plan are placed over ``tp``."""
+    block = next((block for block in recipe.blocks if name.startswith(f"{block}.")), None)
+    if not recipe.config.enable_sequence_parallel or block is None:
+        return Replicate(), Replicate()
+    if any(name.startswith(f"{zone}.") for zone in recipe.block_zones if zone not in recipe.blocks):
+        # The zone has gathered; a row-wise module is its exit.
+        return Replicate(), Shard(_SEQUENCE) if STYLES[recipe.rules[name]].dim == 1 else Replicate()
+    return Shard(_SEQUENCE), Shard(_SEQUENCE)
+
+
+def judge(model: nn.Module, config: ParallelismConfig, block_names: tuple[str, ...], zones: tuple[str, ...], key: str) -> None:
+    """Refuse sequence parallelism where its region cannot be told. Pure.
+
+    Raises:
+        ConfigurationError: No plan, no block list, or a block that splits its heads itself, in a forward that takes the length
+            of the sequence from what would be a slice of it.
+    """
+    if not config.enable_sequence_parallel:
+        return
+    switch = f"{key}.enable_sequence_parallel=true"
+    if config.tp_plan is None:
+        raise ConfigurationError(
+            f"{switch}, but {key}.tp_plan=null: there is no zone to shard around\n  try: {key}.tp_plan=auto"
+        )
+    if not block_names:
+        raise ConfigurationError(
+            f"{switch}, but {type(model).__name__} has no list of repeated blocks to shard the sequence in\n"
+            f"  try: {key}.enable_sequence_parallel=false"
+        )
+    for zone in zones:
+        block = model.get_submodule(zone)
+        if zone in block_names and any(isinstance(getattr(block, name, None), int) for name in HEADS):
+            raise ConfigurationError(
+                f"{switch}, but {zone} ({type(block).__name__}) splits heads in its own forward, where it would see a slice of "
+                f"the sequence\n  try: attention in a module of its own, or {key}.enable_sequence_parallel=false"
+            )
+
+
+def enclose(module: nn.Module, recipe: Recipe, mesh: DeviceMesh) -> None:
+    """Cut the sequence where the blocks of a model or stage begin, gather it where they end, and see to what is in between."""
+    inside, zones = [block for _, block in recipe.present(recipe.blocks, module)], recipe.block_zones
+    if not inside:
+        return
+    for name, block in recipe.present(recipe.blocks, module):
+        for inner, owner in block.named_modules():
+            path = f"{name}.{inner}".rstrip(".")
+            zoned = any(path == zone or path.startswith(f"{zone}.") for zone in zones)
+            if not zoned and path not in recipe.rules and next(owner.parameters(recurse=False), None) is not None:
+                parallelize_module(owner, mesh, build("sequence_parallel"))
+    for name, zone in recipe.present(zones, module):
+        if name not in recipe.blocks:
+            zone.register_forward_pre_hook(partial(_at_entrance, partial(_gather_for_zone, mesh)), with_kwargs=True)
+    cut = partial(_cut, mesh, recipe.key)
+    inside[0].register_forward_pre_hook(partial(_at_entrance, cut), with_kwargs=True, prepend=True)
+    inside[-1].register_forward_hook(partial(_at_exit, partial(_gather, mesh)))
+
+
+def _at_entrance(
+    change: Callable[[Tensor], Tensor], module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Change the hidden states among the arguments of a module: the first positional one, or the one called so."""
+    if inputs:
+        return (change(inputs[0]), *inputs[1:]), options
+    name = next((name for name in (*_NAMES, *options) if isinstance(options.get(name), Tensor)), None)
+    return inputs, options if name is None else {**options, name: change(options[name])}
+
+
+def _at_exit(change: Callable[[Tensor], Tensor], module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
+def _cut(mesh: DeviceMesh, key: str, hidden: Tensor) -> Tensor:
+    """The slice of this rank of (batch, sequence, width) along the sequence."""
+    length, tp = hidden.shape[_SEQUENCE], mesh.size()
+    if length % tp:
+        raise ConfigurationError(
+            f"{key}.enable_sequence_parallel: a sequence of {length} does not divide over {key}.tp_size={tp}: "
+            f"{length} % {tp} = {length % tp}\n"
+            f"  try: sequences of {length - length % tp or tp} or {length + tp - length % tp}, "
+            f"or {key}.enable_sequence_parallel=false"
+        )
+    return DTensor.from_local(hidden, mesh, [Replicate()]).redistribute(placements=[Shard(_SEQUENCE)]).to_local()
+
+
+def _gather(mesh: DeviceMesh, hidden: Tensor) -> Tensor:
+    whole = DTensor.from_local(hidden, mesh, [Shard(_SEQUENCE)]).redistribute(placements=[Replicate()]).to_local()
+    gathered: Tensor = own(whole)
+    return gathered
+
+
+def _gather_for_zone(mesh: DeviceMesh, hidden: Tensor) -> Tensor:
+    """The whole sequence as a DTensor: its gradient is a summand on each rank, reduce-scattered once for all that use it."""
+    whole: Tensor = DTensor.from_local(hidden, mesh, [Shard(_SEQUENCE)]).redistribute(placements=[Replicate()])
+    return whole

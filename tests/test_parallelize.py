@@ -1,0 +1,352 @@
+"""What ``parallelize`` finds in a model, and what it refuses, before anything is sent. No processes are started here."""
+
+import importlib
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hydra_parallelism
+from hydra_parallelism import ConfigurationError, ParallelismConfig, parallel_context, resolve
+from hydra_parallelism.options import read_config
+from hydra_parallelism.parallelize import blocks, order, plans, styles, weights
+from hydra_parallelism.parallelize.recipe import Recipe
+
+sys.path.insert(0, str(importlib.import_module("processes").APPS))
+
+import models
+
+
+def judge(model: nn.Module, world: int = 1, **config: Any) -> Recipe:
+    """The recipe of a config on a number of processes."""
+    return order.judge(model, read_config(config, "parallelism"), resolve(config, world))
+
+
+def refusal(model: nn.Module, world: int = 1, **config: Any) -> str:
+    """The text with which a config is refused."""
+    with pytest.raises(ConfigurationError) as caught:
+        judge(model, world, **config)
+    return str(caught.value)
+
+
+class Layer(nn.Module):
+    """A block of its own make; ``heads`` and ``norm`` are there to be missed by a plan."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.up, self.inner_norm, self.down = nn.Linear(dim, 2 * dim), nn.LayerNorm(2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.inner_norm(self.up(x)))
+
+
+class Net(nn.Module):
+    """Layers somewhere below, in a list beside a larger number of small members."""
+
+    def __init__(self, container: type[nn.Module] = nn.ModuleList, count: int = 3) -> None:
+        super().__init__()
+        layers = [Layer() for _ in range(count)]
+        self.heads = nn.ModuleList(nn.Linear(2, 2) for _ in range(9))
+        self.body = nn.Module()
+        if container is nn.ModuleDict:
+            self.body.stack = nn.ModuleDict({f"at{i}": layer for i, layer in enumerate(layers)})
+        elif container is nn.Sequential:
+            self.body.stack = nn.Sequential(*layers)
+        else:
+            self.body.stack = nn.ModuleList(layers)
+
+
+FLAT = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+
+# Finding blocks and names
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict, nn.Sequential])
+def test_the_repeated_block_list_is_found(container: type[nn.Module]) -> None:
+    found = [name for name, _ in blocks.find_blocks(Net(container))]
+    assert found == [f"body.stack.{'at' if container is nn.ModuleDict else ''}{i}" for i in range(3)]
+
+
+def test_a_list_of_one_is_found_unless_it_wraps_a_longer_one() -> None:
+    assert [name for name, _ in blocks.find_blocks(Net(count=1))] == ["body.stack.0"]
+    wrapped = nn.ModuleList([Net()])
+    assert blocks.find_block_list(wrapped) == "0.body.stack"
+
+
+def test_a_bare_list_of_blocks_is_its_own_and_leaves_make_none() -> None:
+    assert [name for name, _ in blocks.find_blocks(nn.Sequential(Layer(), Layer()))] == ["0", "1"]
+    assert blocks.find_block_list(FLAT) is None
+    assert blocks.find_blocks(nn.Linear(2, 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "verdict"),
+    [
+        ("layers.*.q", "layers.11.q", True),
+        ("layers.*", "layers.1.q", False),
+        ("*.q", "layers.1.q", False),
+        ("layers.[01].[qk]", "layers.1.k", True),
+        ("layers.[01].[qk]", "layers.2.k", False),
+        ("head", "head", True),
+        ("head", "heads", False),
+    ],
+)
+def test_a_star_is_one_part(pattern: str, name: str, verdict: bool) -> None:
+    assert blocks.matches(pattern, name) is verdict
+
+
+# FSDP units
+
+
+def test_units_are_the_blocks_or_what_is_named_inner_ones_first() -> None:
+    model = models.make("gpt")
+    assert judge(model, 2, dp_shard=2).units == ("layers.0", "layers.1")
+    named = judge(model, 2, dp_shard=2, fsdp={"wrap": ["Block", "layers.*.mlp"]}).units
+    assert named == ("layers.0.mlp", "layers.1.mlp", "layers.0", "layers.1")
+
+
+def test_a_name_that_matches_nothing_is_refused() -> None:
+    text = refusal(models.make("gpt"), 2, dp_shard=2, fsdp={"wrap": ["Blok"]})
+    assert text == (
+        "parallelism.fsdp.wrap: 'Blok' is no module class and no module name pattern of GPT\n"
+        "  try: parallelism.fsdp.wrap=auto, or one of Block"
+    )
+    assert "one of layers.*.attention" in refusal(models.make("gpt"), fsdp={"wrap": ["layer.*.attention"]})
+
+
+@pytest.mark.parametrize("wrap", ["auto", [], ["Sequential"]])
+def test_wrapping_the_root_alone_is_refused_when_sharded(wrap: Any) -> None:
+    text = refusal(FLAT, 4, dp_shard=2, dp_replicate=2, fsdp={"wrap": wrap})
+    assert "would shard Sequential as one unit over 2 ranks" in text
+    assert "one unit gathers all parameters at once, so nothing of the memory is saved" in text
+    assert text.endswith("or parallelism.dp_shard=1 parallelism.dp_replicate=4")
+    assert judge(FLAT, 4, fsdp={"wrap": wrap}).units == ()
+
+
+def test_a_parameter_in_two_units_is_refused() -> None:
+    text = refusal(models.make("llama"), 2, dp_shard=2, fsdp={"wrap": ["LlamaBlock", "Embedding"]})
+    assert "puts one parameter into two FSDP units: embed.weight (in embed) is also head.weight (in the root)" in text
+    assert judge(models.make("llama"), 2, dp_shard=2).units == ("layers.0", "layers.1")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"fsdp": {"wrap": "Block"}}, "parallelism.fsdp.wrap='Block': must be auto, or a list"),
+        ({"fsdp": {"wrap": [1]}}, "parallelism.fsdp.wrap=[1]: must be auto, or a list"),
+        ({"tp_plan": "own"}, "parallelism.tp_plan='own': must be null, auto, or a mapping"),
+        ({"ep_plan": 3}, "parallelism.ep_plan=3: must be null, auto, or a mapping"),
+        ({"fsdp": {"mixed_precision": "bf8"}}, "parallelism.fsdp.mixed_precision: Invalid value 'bf8'"),
+    ],
+)
+def test_policies_are_judged_at_job_start(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError) as caught, parallel_context(config):
+        pass
+    assert said in str(caught.value)
+
+
+# Checkpointing
+
+
+@pytest.mark.parametrize(
+    ("policy", "chosen"),
+    [("none", ()), ("full", ("body.stack.0", "body.stack.1", "body.stack.2")), (2, ("body.stack.0", "body.stack.2"))],
+)
+def test_every_nth_block_is_recomputed(policy: Any, chosen: tuple[str, ...]) -> None:
+    assert judge(Net(), activation_checkpointing=policy).recomputed == chosen
+
+
+@pytest.mark.parametrize("value", ["some", 0, -1, True, None, 1.5])
+def test_other_policies_of_checkpointing_are_refused_by_resolve(value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"activation_checkpointing=.*must be none, full, or a whole number n"):
+        resolve({"activation_checkpointing": value}, 1)
+
+
+def test_checkpointing_without_blocks_is_refused() -> None:
+    assert "Sequential has no list of repeated blocks" in refusal(FLAT, activation_checkpointing="full")
+
+
+# Tensor plans
+
+
+class Family(nn.Module):
+    """As Transformers builds them: a base model below, the plan in its config and at the head."""
+
+    base_model_prefix = "model"
+
+    def __init__(self, **plans_: Any) -> None:
+        super().__init__()
+        self.model = Net()
+        self.lm_head = nn.Linear(8, 8)
+        self.config = type("Config", (), {"base_model_tp_plan": {"body.stack.*.up": "colwise", "absent": "rowwise"}})()
+        for name, plan in plans_.items():
+            setattr(self, name, plan)
+
+
+def test_the_models_own_plan_is_found_where_transformers_keeps_it() -> None:
+    assert plans.own_plan(Family()) == {"model.body.stack.*.up": "colwise", "model.absent": "rowwise"}
+    assert plans.own_plan(Family(_tp_plan={"lm_head": "colwise_rep"})) == {"lm_head": "colwise_rep"}
+    assert plans.own_plan(Family(_tp_plan={"a": "b"}, tp_plan={"c": "d"})) == {"c": "d"}
+    assert plans.own_plan(Net()) == {}
+
+
+def test_the_users_rules_go_over_the_models_module_by_module() -> None:
+    config = ParallelismConfig(tp_plan={"body.stack.1.up": "replicate", "lm_head": "colwise_rep"})
+    assert plans.resolve(Family(), config, "parallelism") == {
+        "model.body.stack.0.up": "colwise",
+        "model.body.stack.1.up": "replicate",
+        "model.body.stack.2.up": "colwise",
+        "lm_head": "colwise_gather_output",
+    }
+
+
+def test_a_shared_weight_is_split_in_all_its_modules() -> None:
+    model = models.Llama(60, 16, 1, 4, 2, 8)
+    model.tp_plan = {"head": "colwise_rep"}
+    rules = judge(model, 2, tp_size=2, tp_plan="auto").rules
+    assert rules == {"head": "colwise_gather_output", "embed": "embedding_rowwise"}
+    text = refusal(model, 2, tp_size=2, tp_plan={"embed": "embedding_colwise"})
+    assert "splits one shared parameter in different ways: embed: embedding_colwise, head: colwise_gather_output" in text
+
+
+GPT_TP = {"tp_size": 2, "tp_plan": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"tp_plan": None},
+            "parallelism.tp_size=2, but parallelism.tp_plan=null: 2 ranks would compute the whole model each, "
+            "2 times the same\n"
+            "  try: parallelism.tp_plan=auto",
+        ),
+        (
+            {"tp_plan": {"layers.*.attention.q_pro": "colwise"}},
+            "parallelism.tp_plan: no module is called 'layers.*.attention.q_pro'\n  try: layers.*.attention.q_proj",
+        ),
+        ({"tp_plan": {"head": "colwize"}}, "parallelism.tp_plan: no style 'colwize' for 'head'\n  try: one of colwise,"),
+        ({"tp_plan": {"head": "ep_router"}}, "style 'ep_router' of 'head' is not applied by this release"),
+        (
+            {"tp_plan": {"norm": "colwise"}},
+            "parallelism.tp_plan: style colwise is for Linear, but norm is LayerNorm\n"
+            "  try: one of replicate, replicated_with_grad_allreduce, sequence_parallel",
+        ),
+        ({"tp_plan": {"norm": "sequence_parallel"}}, "but parallelism.enable_sequence_parallel=false"),
+    ],
+)
+def test_refusals_of_a_plan(config: dict[str, Any], said: str) -> None:
+    assert said in refusal(models.make("gpt"), 2, **{**GPT_TP, **config})
+
+
+def test_a_model_without_a_plan_refuses_auto() -> None:
+    assert "parallelism.tp_plan=auto, but Net has no plan of its own" in refusal(Net(), 2, tp_size=2, tp_plan="auto")
+
+
+def test_a_dim_that_does_not_divide_is_refused_with_the_numbers() -> None:
+    assert refusal(models.make("gpt"), 8, tp_size=8, tp_plan="auto") == (
+        "parallelism.tp_size=8 does not divide token_embedding (embedding_rowwise): its weight (60, 48) has 60 along dim 0, "
+        "60 % 8 = 4\n  try: parallelism.tp_size=6, or another size of the model"
+    )
+    text = refusal(Net(), 3, tp_size=3, tp_plan={"body.stack.*.up": "packed_colwise"})
+    assert "body.stack.0.up (packed_colwise): its weight (16, 8) has 16 along dim 0 in 2 equal pieces of 8, 8 % 3 = 2" in text
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    model = models.Llama(60, 48, 1, 12, 3, 60)
+    model.tp_plan = {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.[kv]_proj": "replicate"}
+    silent = {"layers.*.self_attn.[qk]_norm": "replicate", "layers.*.self_attn.o_proj": "rowwise"}
+    assert refusal(model, 2, tp_size=2, tp_plan=silent) == (
+        "parallelism.tp_size=2 does not divide the heads of layers.0.self_attn: num_key_value_heads=3, 3 % 2 = 1\n"
+        "  try: parallelism.tp_size=1, or another number of heads"
+    )
+    assert "the heads of layers.0.attention: heads=2, 2 % 4 = 2" in refusal(
+        models.GPT(64, dim=16, num_layers=1, heads=2, hidden=16, seq_len=4), 4, tp_size=4, tp_plan="auto"
+    )
+
+
+def test_a_module_between_split_ones_must_be_in_the_plan() -> None:
+    plan = {"body.stack.*.up": "colwise", "body.stack.*.down": "rowwise"}
+    text = refusal(Net(), 2, tp_size=2, tp_plan=plan)
+    assert "body.stack.0.inner_norm has parameters and is not in the plan, while body.stack.0.up, " in text
+    assert "{body.stack.*.inner_norm: replicated_with_grad_allreduce} if it sees its rank's heads or features only" in text
+    judge(Net(), 2, tp_size=2, tp_plan={**plan, "body.stack.*.inner_norm": "replicate"})
+
+
+# Sequence parallelism
+
+
+def test_refusals_of_sequence_parallelism() -> None:
+    switch = {"enable_sequence_parallel": True}
+    assert "parallelism.tp_plan=null: there is no zone" in refusal(models.make("gpt"), 1, **switch)
+    text = refusal(FLAT, 2, tp_size=2, tp_plan={"0": "colwise", "2": "rowwise"}, **switch)
+    assert "Sequential has no list of repeated blocks to shard the sequence in" in text
+    model = Net()
+    for block in model.body.stack:
+        block.num_heads = 2
+    plan = {"body.stack.*.up": "colwise", "body.stack.*.down": "rowwise", "body.stack.*.inner_norm": "replicate"}
+    assert "body.stack.0 (Layer) splits heads in its own forward" in refusal(model, 2, tp_size=2, tp_plan=plan, **switch)
+
+
+# Axes, weights, names
+
+
+@pytest.mark.parametrize(
+    ("world", "config", "named"),
+    [
+        (2, {"cfg_parallel": 2, "inference": True}, "parallelism.cfg_parallel=2"),
+        (2, {"context_parallel": {"ring_degree": 2}}, "parallelism.context_parallel.ring_degree=2"),
+        (2, {"context_parallel": {"ulysses_degree": 2}}, "parallelism.context_parallel.ulysses_degree=2"),
+        (2, {"dp_shard": 2, "ep_size": 2}, "parallelism.ep_size=2"),
+    ],
+)
+def test_axes_that_are_not_applied_are_refused(world: int, config: dict[str, Any], named: str) -> None:
+    text = refusal(models.make("gpt"), world, **config)
+    assert text.startswith(f"parallelize does not apply {named} in this release; the mesh is there")
+
+
+class Secret(nn.Module):
+    """Nobody but its author knows how to fill it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2))
+        self.register_buffer("angles", torch.empty(2), persistent=False)
+
+
+def test_a_meta_model_that_nobody_can_fill_is_refused() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), Secret())
+    with pytest.raises(ConfigurationError) as caught, parallel_context({}):
+        hydra_parallelism.parallelize(model)
+    assert str(caught.value) == (
+        "parallelism: 1 (Secret) is on the meta device with weight, angles, and has no reset_parameters()\n"
+        "  try: parallelize(model, init_weights=...), a function that fills one module as model.apply wants it, "
+        "or parallelize(model, state_dict=...)"
+    )
+    with pytest.raises(ConfigurationError, match=r"with angles, and is not in a state dict"):
+        weights.judge(model, None, {}, "parallelism")
+    weights.judge(model, lambda module: None, None, "parallelism")
+
+
+def test_every_style_of_the_table_is_built() -> None:
+    assert all(styles.build(name) for name in styles.STYLES)
+    assert set(styles.STYLES) <= set((styles.__doc__ or "").replace("``", " ").split())
+
+
+def test_the_function_and_the_package_of_its_name_do_the_same() -> None:
+    package = importlib.import_module("hydra_parallelism.parallelize")
+    with parallel_context({}) as context:
+        for call in (package, package.parallelize, hydra_parallelism.parallelize):
+            model = nn.Linear(2, 2)
+            assert call(model, context) is model
+
+
+def test_a_context_knows_what_it_was_made_with() -> None:
+    with parallel_context({"fsdp": {"wrap": ["Block"]}, "dp_shard": -1}, key="train.parallelism") as context:
+        assert context.config.fsdp.wrap == ["Block"]
+        assert context.config.dp_shard == -1
+        assert context.key == "train.parallelism"

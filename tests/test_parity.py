@@ -1,0 +1,119 @@
+"""Every layout trains as one process does: losses, gradient norms and final weights after three steps.
+
+One start of processes for each world size runs all of its layouts (tests/apps/parity.py); each is a test of its own here.
+"""
+
+import json
+import sys
+from functools import cache
+from typing import Any
+
+import pytest
+
+from processes import APPS, ROOT, body_lines, python, run, torchrun
+
+sys.path.insert(0, str(APPS))
+
+from layouts import EXTRAS, LAYOUTS, MISTAKES, Case, cases
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+TOLERANCE = 1e-5
+DEADLINE = 840
+ALL = [(size, case) for size in LAYOUTS for case in cases(size) if case not in MISTAKES.get(size, [])]
+
+
+def identify(case: Case) -> str:
+    """Name of a case, unique within its world size."""
+    return f"{case.name}-{case.model}-{case.optimizer}"
+
+
+@cache
+def results(size: int) -> dict[str, dict[str, Any]]:
+    """What the cases of a world size came to, run once."""
+    command = python("parity.py", warnings="default") if size == 1 else torchrun(size, "parity.py")
+    outcome = run(command, ROOT, deadline=DEADLINE)
+    assert outcome.code == 0, outcome.text
+    assert "returned a view tensor" not in outcome.text
+    found = [json.loads(line.removeprefix("BODY ")) for line in body_lines(outcome)]
+    return {identify(Case(**result.pop("case"))): result for result in found}
+
+
+@cache
+def observations(size: int) -> list[dict[str, Any]]:
+    """What tests/apps/observe.py saw, one entry a rank."""
+    command = python("observe.py", warnings="default") if size == 1 else torchrun(size, "observe.py")
+    outcome = run(command, ROOT, deadline=DEADLINE)
+    assert outcome.code == 0, outcome.text
+    return [json.loads(line.removeprefix("BODY ")) for line in body_lines(outcome)]
+
+
+@pytest.mark.parametrize(("size", "case"), [pytest.param(size, case, id=f"{size}-{identify(case)}") for size, case in ALL])
+def test_a_layout_trains_as_one_process(size: int, case: Case) -> None:
+    result = results(size)[identify(case)]
+    assert "error" not in result, result["error"]
+    assert {name: value for name, value in result.items() if name != "worst" and not value <= TOLERANCE} == {}, result
+
+
+@pytest.mark.parametrize("case", MISTAKES[2], ids=identify)
+def test_a_mistake_is_noticed(case: Case) -> None:
+    result = results(2)[identify(case)]
+    assert "error" not in result, result["error"]
+    assert result["weights"] > 10 * TOLERANCE
+    assert result["norm"] > 10 * TOLERANCE
+
+
+def test_names_of_cases_are_unique() -> None:
+    for size in LAYOUTS:
+        names = [identify(case) for case in cases(size)]
+        assert len(names) == len(set(names))
+    assert set(EXTRAS) <= set(LAYOUTS)
+
+
+BF16 = {"input": "bfloat16", "inside": "bfloat16", "block": "bfloat16", "output": "float32"}
+MASTER = {"weight": "float32", "gradient": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [(1, "bf16"), (2, "bf16"), (2, "bf16_ddp"), (2, "bf16_tp"), (2, "bf16_sp"), (4, "bf16")],
+)
+def test_mixed_precision_computes_in_bf16_at_every_degree(size: int, layout: str) -> None:
+    assert all(seen[layout] == {**BF16, **MASTER} for seen in observations(size))
+
+
+def test_without_mixed_precision_all_is_float32() -> None:
+    assert set(observations(1)[0]["plain"].values()) == {"float32"}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_meta_model_gets_the_weights_of_one_process(size: int) -> None:
+    assert all(set(seen["meta"].values()) == {True} for seen in observations(size))
+
+
+def test_everything_at_once_keeps_names_and_ties() -> None:
+    for seen in observations(4):
+        assert seen["structure"] == {
+            "same_names": True,
+            "same_keys": True,
+            "units": ["", "layers.0", "layers.1"],
+            "tied": True,
+            "sharded": True,
+            "gradients": True,
+        }
+
+
+def test_ranks_with_different_models_refuse_together() -> None:
+    said = "parallelism: the ranks built different models: names, shapes or dtypes of their parameters differ"
+    for seen in observations(2):
+        assert seen["different_models"].startswith(f"{said}\n  try: build the model from the config alone")
+    texts = sorted(seen["one_refuses"] for seen in observations(2))
+    assert texts[0].startswith("parallelism.fsdp.wrap=auto would shard Linear as one unit over 2 ranks")
+    assert texts[1].startswith(f"{said}, and some rank refused its own\n")
+
+
+def test_a_sequence_that_does_not_divide_is_refused_on_every_rank() -> None:
+    for seen in observations(2):
+        assert seen["odd_sequence"] == (
+            "parallelism.enable_sequence_parallel: a sequence of 11 does not divide over parallelism.tp_size=2: 11 % 2 = 1\n"
+            "  try: sequences of 10 or 12, or parallelism.enable_sequence_parallel=false"
+        )
