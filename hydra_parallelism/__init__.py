@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 from . import resolvers as _resolvers
 
 if TYPE_CHECKING:
+    from .checkpoint import export, load, save
     from .config import ContextParallelConfig, FSDPConfig, ParallelismConfig, PipelineConfig, RuntimeConfig, WithParallelism
+    from .data_loading import distributed_sampler, seed_for
     from .errors import ConfigurationError, LaunchError, ParallelismError
+    from .gradients import average_loss, clip_grad_norm_
     from .runtime import ParallelContext, current, init, parallel_context, shutdown
     from .topology import Topology, resolve
 
@@ -27,16 +30,24 @@ __all__ = [
     "RuntimeConfig",
     "Topology",
     "WithParallelism",
+    "average_loss",
+    "clip_grad_norm_",
     "current",
+    "distributed_sampler",
+    "export",
     "init",
+    "load",
     "parallel_context",
     "resolve",
+    "save",
+    "seed_for",
     "shutdown",
 ]
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "checkpoint": ("export", "load", "save"),
     "config": (
         "ContextParallelConfig",
         "FSDPConfig",
@@ -45,7 +56,9 @@ _HOMES = {
         "RuntimeConfig",
         "WithParallelism",
     ),
+    "data_loading": ("distributed_sampler", "seed_for"),
     "errors": ("ConfigurationError", "LaunchError", "ParallelismError"),
+    "gradients": ("average_loss", "clip_grad_norm_"),
     "runtime": ("ParallelContext", "current", "init", "parallel_context", "shutdown"),
     "topology": ("Topology", "resolve"),
 }

@@ -5,10 +5,12 @@ import sys
 from multiprocessing import process
 from multiprocessing.process import BaseProcess
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["child_processes", "default_store", "registered_groups", "release_meshes"]
+__all__ = ["child_processes", "default_store", "norms", "registered_groups", "release_meshes", "scale_"]
 
 
 def default_store() -> dist.Store:
@@ -24,6 +26,16 @@ def registered_groups() -> int:
 def child_processes() -> list[BaseProcess]:
     """Processes that multiprocessing has started here. Its public list polls them, which another thread must not do."""
     return list(process._children)  # type: ignore[attr-defined]
+
+
+def norms(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
+    """Norm of each of some tensors of one device and dtype, in few kernels."""
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def scale_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors of one device and dtype in place by a number on that device, in few kernels and without a wait."""
+    torch._foreach_mul_(tensors, factor)
 
 
 def release_meshes() -> None:

@@ -7,6 +7,7 @@ from multiprocessing import forkserver, process
 
 import hydra.main  # noqa: F401 - the module, which the function of the same name hides
 import pytest
+import torch
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.utils import JobReturn
 from torch.distributed import distributed_c10d as c10d
@@ -35,6 +36,15 @@ def test_caches_of_dtensor() -> None:
     ):
         assert callable(cached.cache_clear)
     _compat.release_meshes()
+
+
+def test_lists_of_tensors() -> None:
+    tensors = [torch.tensor([3.0, 4.0], dtype=torch.bfloat16), torch.tensor([-2.0], dtype=torch.bfloat16)]
+    norms = _compat.norms(tensors, 2.0, torch.float32)
+    assert [(norm.item(), norm.dtype) for norm in norms] == [(5.0, torch.float32), (2.0, torch.float32)]
+    assert [norm.item() for norm in _compat.norms(tensors, float("inf"), torch.float32)] == [4.0, 2.0]
+    _compat.scale_(tensors, torch.tensor(0.5, dtype=torch.float64))
+    assert [(tensor.tolist(), tensor.dtype) for tensor in tensors] == [([1.5, 2.0], torch.bfloat16), ([-1.0], torch.bfloat16)]
 
 
 def test_children_of_multiprocessing() -> None:

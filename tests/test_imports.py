@@ -23,10 +23,15 @@ ORDER = (
     *WITHOUT_TORCH,
     "_compat", "census", "local_rendezvous", "launch", "slots", "rendezvous", "agreement", "device", "options", "mesh",
     "runtime", "record", "run_folder", "run_mode", "multirun", "callback",
+    "gradients", "data_loading", "_checkpoint_files", "_checkpoint_state", "checkpoint",
 )  # fmt: skip
 """Each of these may import those before it."""
 DOORBELL = sorted((ROOT / "hydra_plugins").rglob("*.py"))
-RUNTIME = ("ParallelContext", "current", "init", "parallel_context", "shutdown")
+RUNTIME = (
+    "ParallelContext", "current", "init", "parallel_context", "shutdown",
+    "average_loss", "clip_grad_norm_", "distributed_sampler", "export", "load", "save", "seed_for",
+)  # fmt: skip
+"""Public names that load torch."""
 
 
 def _siblings(path: Path) -> set[str]:
