@@ -12,6 +12,7 @@ Settings are kept by parameter and not by group, because a pipeline stage has ot
 rank brings the names it holds; the table is the union of all ranks'. Of a plain tensor that many ranks hold, one rank writes.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ _MODEL, _STATE, _SETTINGS = "model.", "optimizer.state.", "optimizer.settings."
 _SHOWN = 5
 
 State = dict[str, Any]
+_Shape = tuple[int, ...] | None
 
 
 def collect(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
@@ -77,22 +79,7 @@ def check(state: State, metadata: Metadata, *, with_optimizer: bool) -> None:
             "the checkpoint was saved without an optimizer\n  try: load(folder, model), and start with a new optimizer"
         )
     found = {key: shape for key, shape in shapes.items() if with_optimizer or key.startswith(_MODEL)}
-    problems = {
-        "the checkpoint lacks": sorted(set(everyone) - set(found)),
-        "only the checkpoint has": sorted(set(found) - set(everyone)),
-        "other shapes": [
-            f"{key} is {_shape(found[key])} in the checkpoint and {_shape(everyone[key])} here"
-            for key in sorted(set(found) & set(everyone))
-            if found[key] != everyone[key]
-        ],
-    }
-    lines = [f"  {title}: {_some(names)}" for title, names in problems.items() if names]
-    if lines:
-        first, last = (
-            "the checkpoint is not one of this model and optimizer; the layout may differ, names and shapes may not:",
-            "  try: the model config and the optimizer that it was saved with",
-        )
-        raise ConfigurationError("\n".join([first, *lines, last]))
+    _compare(found, everyone)
 
 
 def apply(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: State) -> None:
@@ -116,6 +103,30 @@ def apply(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: Stat
     options = StateDictOptions(strict=False)
     loaded: Any = {"state": by_name, "param_groups": groups}
     set_optimizer_state_dict(model, optimizer, loaded, options=options)
+
+
+def _compare(saved: Mapping[str, _Shape], held: Mapping[str, _Shape]) -> None:
+    differing = [
+        key for key in sorted(saved.keys() | held.keys()) if key not in saved or key not in held or saved[key] != held[key]
+    ]
+    # What the optimizer keeps for a parameter differs because the parameter does: that need not be told again.
+    told = [key for key in differing if key.startswith(_MODEL)] or differing
+    problems = {
+        "the checkpoint lacks": [key for key in told if key not in saved],
+        "only the checkpoint has": [key for key in told if key not in held],
+        "other shapes": [
+            f"{key} is {_told(saved[key])} in the checkpoint and {_told(held[key])} here"
+            for key in told
+            if key in saved and key in held
+        ],
+    }
+    lines = [f"  {title}: {_some(keys)}" for title, keys in problems.items() if keys]
+    if lines:
+        first, last = (
+            "the checkpoint is not one of this model and optimizer; the layout may differ, names and shapes may not:",
+            "  try: the model config and the optimizer that it was saved with",
+        )
+        raise ConfigurationError("\n".join([first, *lines, last]))
 
 
 def _of_model(model: nn.Module) -> State:
@@ -183,7 +194,7 @@ def _set_settings(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
         own.update({key: value for key, value in saved.items() if key != "params"})
 
 
-def _shape(shape: tuple[int, ...] | None) -> str:
+def _told(shape: _Shape) -> str:
     return "no tensor" if shape is None else str(shape)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import by_hand
 import torch
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from hydra_parallelism import average_loss, clip_grad_norm_, distributed_sampler, parallel_context, seed_for
 
@@ -44,7 +44,7 @@ def clip(job: by_hand.Job) -> dict[str, Any]:
 
 
 def made_up(context: Any) -> dict[str, Any]:
-    """Gradients over as many meshes as there are, uneven and empty shards, 16 bits, on 8 = 2 replicas * 2 shards * 2 tp ranks."""
+    """Gradients over many meshes on 2 replicas * 2 shards * 2 tp ranks; uneven and empty shards, dtypes of 16 and 64 bits."""
     torch.manual_seed(0)
     mesh = context.mesh
     meshes = {
@@ -69,7 +69,7 @@ def made_up(context: Any) -> dict[str, Any]:
     theirs.append(nn.Parameter(torch.zeros(4, 3)))
     theirs[-1].grad = whole
     summed = nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh["tp"], [Replicate()]))
-    summed.grad = distribute_tensor(whole, mesh["tp"], [Replicate()]).redistribute(placements=[Partial()])
+    summed.grad = DTensor.from_local(whole * (0.25, 0.75)[context.coordinate["tp"]], mesh["tp"], [Partial()])
     ours += [summed, nn.Parameter(torch.ones(2)), ours[0]]  # one without a gradient, one that comes twice
     result = {}
     for order in ORDERS:

@@ -109,7 +109,9 @@ def main() -> None:
     for action, folder, config, options in json.loads(sys.argv[1]):
         lines.clear()
         with nullcontext() if config is None else parallel_context(config) as context:
-            report.append(work(action, folder, context, options) | {"log": [line.replace(f"{Path.cwd()}/", "") for line in lines]})
+            report.append(
+                work(action, folder, context, options) | {"log": [line.replace(f"{Path.cwd()}/", "") for line in lines]}
+            )
     by_hand.tell(report)
 
 
