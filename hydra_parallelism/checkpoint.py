@@ -214,7 +214,8 @@ def _gather(model: nn.Module) -> dict[str, Any]:
         owners |= {name: owner for name in names if name not in owners}
     mine: dict[str, Any] = {}
     for name, value in held.items():
-        value = value.full_tensor() if isinstance(value, DTensor) else value  # all ranks of its mesh take part
+        # All ranks of its mesh take part. Where weights are offloaded, NCCL needs them back.
+        value = value.to(_wire()).full_tensor() if isinstance(value, DTensor) else value
         if owners[name] == rank:
             mine[name] = value.detach().cpu() if isinstance(value, Tensor) else value
     # Shapes first, then tensor by tensor: the sums above are done, so nobody waits for a rank that waits here.

@@ -13,6 +13,8 @@ from torch import nn
 from hydra_parallelism import ConfigurationError, ParallelismError, average_loss, clip_grad_norm_, parallel_context
 from processes import run, torchrun
 
+pytestmark = pytest.mark.timeout(300)  # one start serves many tests
+
 FOUR: dict[str, list[dict[str, Any]]] = {
     "ddp": [{"dp_replicate": 4}, {}],
     "hsdp": [{"dp_replicate": 2, "dp_shard": 2}, {}],
@@ -29,7 +31,7 @@ EIGHT: dict[str, list[dict[str, Any]]] = {
 
 
 def reports(layouts: dict[str, Any], size: int, folder: Path) -> list[dict[str, Any]]:
-    outcome = run(torchrun(size, "norms.py", json.dumps(layouts)), folder, deadline=170)
+    outcome = run(torchrun(size, "norms.py", json.dumps(layouts)), folder, deadline=280)
     assert outcome.code == 0, outcome.text
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
 

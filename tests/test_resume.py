@@ -8,6 +8,8 @@ import pytest
 
 from processes import python, run, torchrun
 
+pytestmark = pytest.mark.timeout(300)  # one start serves many tests
+
 FSDP4, HSDP, TP_FSDP = {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp_size": 2}
 PP_FSDP, PP_TP = {"pp_size": 2, "dp_shard": 2}, {"pp_size": 2, "tp_size": 2}
 ALL_OF_THEM = {"pp_size": 2, "dp_shard": 2, "tp_size": 2}
@@ -61,7 +63,7 @@ def start(name: str, folder: Path) -> Reports:
     size, jobs = STARTS[name]
     app = "resume.py"
     command = python(app, json.dumps(jobs)) if size == 1 else torchrun(size, app, json.dumps(jobs))
-    outcome = run(command, folder, deadline=170)
+    outcome = run(command, folder, deadline=280)
     assert outcome.code == 0, outcome.text
     return list(zip(*(json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size))))  # type: ignore[arg-type]
 

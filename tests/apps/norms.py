@@ -62,7 +62,7 @@ def made_up(context: Any) -> dict[str, Any]:
         for place in meshes.values():
             whole = torch.randn(rows, 3).to(dtype)
             theirs.append(nn.Parameter(torch.zeros(rows, 3)))
-            theirs[-1].grad = whole.float()
+            theirs[-1].grad = whole.float().clone()  # a replicated DTensor may share its memory
             ours.append(nn.Parameter(distribute_tensor(torch.zeros_like(whole), *place) if place else torch.zeros_like(whole)))
             ours[-1].grad = distribute_tensor(whole, *place) if place else whole.clone()
     whole = torch.randn(4, 3)
@@ -77,7 +77,11 @@ def made_up(context: Any) -> dict[str, Any]:
         result[str(order)] = abs(clip_grad_norm_(iter(ours), math.inf, order).item() / wanted - 1)
     wanted = torch.nn.utils.clip_grad_norm_(theirs, 1.0).item()
     clip_grad_norm_(ours, 1.0)
-    result["scaled_off"] = max((by_hand.full(o.grad).float() - t.grad).abs().max().item() for o, t in zip(ours, theirs))
+    off = {torch.bfloat16: [0.0], torch.float32: [0.0], torch.float64: [0.0]}
+    for our, their in zip(ours, theirs):
+        off[our.dtype].append((by_hand.full(our.grad).float() - their.grad).abs().max().item())
+    result["scaled_off"] = max(off[torch.float32] + off[torch.float64])
+    result["scaled_off_16"] = max(off[torch.bfloat16]) * 2**-12  # an element of 1 is rounded to 8 bits there
     return result
 
 
