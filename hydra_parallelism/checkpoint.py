@@ -111,7 +111,8 @@ def load(
 
     Raises:
         ConfigurationError: There is no whole checkpoint, it is one of another model or optimizer, or it was saved without an
-            optimizer. The same on every rank, before anything is changed.
+            optimizer. The same on every rank, before anything is changed. Also, but only after the weights were read: the
+            parameters of one param group were saved with different settings.
     """
     path, context = Path(folder).absolute(), context or _running()
     saved, metadata = files.agree(lambda: files.open_(path))
@@ -214,8 +215,9 @@ def _gather(model: nn.Module) -> dict[str, Any]:
         owners |= {name: owner for name in names if name not in owners}
     mine: dict[str, Any] = {}
     for name, value in held.items():
-        # All ranks of its mesh take part. Where weights are offloaded, NCCL needs them back.
-        value = value.to(_wire()).full_tensor() if isinstance(value, DTensor) else value
+        if isinstance(value, DTensor):
+            on_wire: Any = value.to(_wire())  # weights that are offloaded to the CPU
+            value = on_wire.full_tensor()  # all ranks of its mesh take part
         if owners[name] == rank:
             mine[name] = value.detach().cpu() if isinstance(value, Tensor) else value
     # Shapes first, then tensor by tensor: the sums above are done, so nobody waits for a rank that waits here.
