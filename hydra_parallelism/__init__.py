@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 from . import resolvers as _resolvers
 
 if TYPE_CHECKING:
+    from .checkpoint import export, load, save
     from .config import ContextParallelConfig, FSDPConfig, ParallelismConfig, PipelineConfig, RuntimeConfig, WithParallelism
+    from .data_loading import distributed_sampler, seed_for
     from .errors import ConfigurationError, LaunchError, ParallelismError
+    from .gradients import average_loss, clip_grad_norm_
     from .parallelize import parallelize
     from .parallelize.steps import accumulate, forward_backward
     from .runtime import ParallelContext, current, init, parallel_context, shutdown
@@ -30,18 +33,26 @@ __all__ = [
     "Topology",
     "WithParallelism",
     "accumulate",
+    "average_loss",
+    "clip_grad_norm_",
     "current",
+    "distributed_sampler",
+    "export",
     "forward_backward",
     "init",
+    "load",
     "parallel_context",
     "parallelize",
     "resolve",
+    "save",
+    "seed_for",
     "shutdown",
 ]
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "checkpoint": ("export", "load", "save"),
     "config": (
         "ContextParallelConfig",
         "FSDPConfig",
@@ -50,9 +61,11 @@ _HOMES = {
         "RuntimeConfig",
         "WithParallelism",
     ),
+    "data_loading": ("distributed_sampler", "seed_for"),
+    "errors": ("ConfigurationError", "LaunchError", "ParallelismError"),
+    "gradients": ("average_loss", "clip_grad_norm_"),
     "parallelize": ("parallelize",),
     "parallelize.steps": ("accumulate", "forward_backward"),
-    "errors": ("ConfigurationError", "LaunchError", "ParallelismError"),
     "runtime": ("ParallelContext", "current", "init", "parallel_context", "shutdown"),
     "topology": ("Topology", "resolve"),
 }

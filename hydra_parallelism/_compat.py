@@ -6,6 +6,7 @@ from multiprocessing import process
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
@@ -16,9 +17,11 @@ __all__ = [
     "default_store",
     "flatten",
     "is_view",
+    "norms",
     "registered_groups",
     "registered_parameters",
     "release_meshes",
+    "scale_",
     "unflatten",
 ]
 
@@ -56,6 +59,16 @@ def unflatten(leaves: list[Any], spec: Any) -> Any:
 def is_view(tensor: Tensor) -> bool:
     """Whether a tensor shares the memory of another one as autograd sees it."""
     return tensor._is_view()
+
+
+def norms(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
+    """Norm of each of some tensors of one device and dtype, in few kernels."""
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def scale_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors of one device and dtype in place by a number on that device, in few kernels and without a wait."""
+    torch._foreach_mul_(tensors, factor)
 
 
 def release_meshes() -> None:

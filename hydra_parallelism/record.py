@@ -11,7 +11,7 @@ import yaml
 if TYPE_CHECKING:
     from .runtime import ParallelContext
 
-__all__ = ["write"]
+__all__ = ["versions", "write"]
 
 _log = logging.getLogger(__name__)
 _AT_ONCE = 1024
@@ -63,8 +63,13 @@ def _describe(context: "ParallelContext", hosts: list[str]) -> dict[str, Any]:
             {"rank": rank, "host": host, **topology.coordinate(rank), "dp_rank": topology.dp_rank(rank)}
             for rank, host in enumerate(hosts)
         ],
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "versions": versions(),
     }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a run depends on most."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
 
 
 def _version(package: str) -> str:

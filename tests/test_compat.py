@@ -66,6 +66,15 @@ def test_a_module_computes_with_what_is_put_among_its_parameters() -> None:
     assert module(torch.ones(1, 2)).tolist() == [[6.0, 6.0]]
 
 
+def test_lists_of_tensors() -> None:
+    tensors = [torch.tensor([3.0, 4.0], dtype=torch.bfloat16), torch.tensor([-2.0], dtype=torch.bfloat16)]
+    norms = _compat.norms(tensors, 2.0, torch.float32)
+    assert [(norm.item(), norm.dtype) for norm in norms] == [(5.0, torch.float32), (2.0, torch.float32)]
+    assert [norm.item() for norm in _compat.norms(tensors, float("inf"), torch.float32)] == [4.0, 2.0]
+    _compat.scale_(tensors, torch.tensor(0.5, dtype=torch.float64))
+    assert [(tensor.tolist(), tensor.dtype) for tensor in tensors] == [([1.5, 2.0], torch.bfloat16), ([-1.0], torch.bfloat16)]
+
+
 def test_children_of_multiprocessing() -> None:
     assert isinstance(process._children, set)  # type: ignore[attr-defined]
     assert callable(forkserver.ensure_running)

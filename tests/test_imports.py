@@ -24,6 +24,7 @@ ORDER = (
     *WITHOUT_TORCH,
     "_compat", "census", "local_rendezvous", "launch", "slots", "rendezvous", "agreement", "device", "options", "mesh",
     "runtime", "record", "run_folder", "run_mode", "multirun", "callback", "sweep_plan", "sweep_jobs", "sweep",
+    "gradients", "data_loading", "_checkpoint_files", "_checkpoint_state", "checkpoint",
 )  # fmt: skip
 """Each of these may import those before it."""
 PARALLELIZE = (
@@ -33,7 +34,8 @@ PARALLELIZE = (
 """Modules of ``parallelize``, likewise; of the rest they may import all up to ``runtime``, and none of that imports them."""
 DOORBELL = sorted((ROOT / "hydra_plugins").rglob("*.py"))
 RUNTIME = (
-    "ParallelContext", "accumulate", "current", "forward_backward", "init", "parallel_context", "parallelize", "shutdown",
+    "ParallelContext", "accumulate", "average_loss", "clip_grad_norm_", "current", "distributed_sampler", "export",
+    "forward_backward", "init", "load", "parallel_context", "parallelize", "save", "seed_for", "shutdown",
 )  # fmt: skip
 
 
