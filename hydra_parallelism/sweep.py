@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -144,11 +145,13 @@ def _run(
     for job in plan.runnable:
         if job.is_done:
             progress.skip(job.number or 0, job.name)
-    recorder, found = Recorder(todo, results, progress), []
+    recorder, found = Recorder(todo, results, progress, options.objective), []
     is_over = not todo
     try:
         found = list(run_jobs(launcher, config, todo, recorder)) if todo else []
         is_over = True
+    except KeyboardInterrupt:  # before or between jobs; in the middle of one the launcher sees to it
+        raise SystemExit(128 + signal.SIGINT) from None
     finally:
         progress.clear()
         configure_log(config.hydra.hydra_logging, config.hydra.verbose)
@@ -173,7 +176,7 @@ def _conclude(results: ResultsFile, options: LayoutsConfig) -> None:
         _say(table(rows, options.objective, maximize, width))
         drawn = pictures.draw(rows, results.path.parent, options.objective, maximize)
     except ConfigurationError as error:  # the jobs have run: an objective that none returned must not hide their rows
-        _say(str(error))
+        _say(f"{error}\n  with hydra.sweep.dir={results.path.parent} nothing runs again\nresults: {results.path}")
         return
     _say(f"results: {results.path}")
     _say(pictures.ABSENT if drawn is None else f"picture: {' and '.join(map(str, drawn))}")

@@ -17,6 +17,7 @@ from .failures import Failure, find_cause
 from .multirun import headline
 from .outcome import Row, Status, numbers_of, status_of
 from .progress import Progress
+from .ranking import objective_of
 from .results import ResultsFile
 from .sweep_plan import Candidate
 
@@ -33,9 +34,11 @@ class Recorder:
         rows: What the jobs of this run came to, by number.
     """
 
-    def __init__(self, jobs: Sequence[Candidate], results: ResultsFile, progress: Progress) -> None:
+    def __init__(
+        self, jobs: Sequence[Candidate], results: ResultsFile, progress: Progress, objective: str | None = None
+    ) -> None:
         self._jobs = {job.number: job for job in jobs}
-        self._results, self._progress = results, progress
+        self._results, self._progress, self._objective = results, progress, objective
         self.rows: dict[int, Row] = {}
 
     def started(self, number: int) -> None:
@@ -51,6 +54,18 @@ class Recorder:
         if row.error:
             self._progress.clear()
             _log.log(logging.WARNING if row.status is Status.ok else logging.ERROR, "\t#%d: %s", number, row.error)
+        if row.numbers:
+            self._warn_of_objective(row)
+
+    def _warn_of_objective(self, row: Row) -> None:
+        """Say with the first numbers, and not when all jobs have run, that they cannot be ranked."""
+        if any(other.numbers for other in self.rows.values() if other is not row):
+            return
+        try:
+            objective_of([row], self._objective)
+        except ConfigurationError as error:
+            self._progress.clear()
+            _log.warning("the jobs will not be ranked: %s", error)
 
     def _row(self, number: int, result: JobReturn, seconds: float) -> Row:
         job, value = self._jobs[number], result._return_value

@@ -60,10 +60,13 @@ class Candidate:
 
 @dataclass
 class Plan:
-    """The combinations of a sweep, in order, and how many more there would have been."""
+    """The combinations of a sweep, in order, and how many there would have been without limits."""
 
     candidates: list[Candidate]
     left_out: int = 0
+    """How many more ``max_jobs`` leaves out, at most."""
+    constrained: int = 0
+    """How many enumerated layouts the constraints have left out so far."""
 
     @property
     def runnable(self) -> list[Candidate]:
@@ -95,9 +98,12 @@ def make_plan(
         hydra.errors.ConfigCompositionException: A combination names what the config does not have.
     """
     plan, seen = Plan([]), dict[str, Candidate]()
-    total, found = _expand(loader, config, combinations, axes, constraints, max_jobs)
+    total, found = _expand(loader, config, combinations, axes, max_jobs)
     listed = len(parse_axes(axes)) if axes is not None else 0
-    for overrides in found:
+    for overrides, layout, splits_sequence in found:
+        if layout is not None and judge(layout, constraints, sequence_parallel=splits_sequence):
+            plan.constrained += 1  # of thousands nobody wants to read why
+            continue
         candidate = _judge(loader, config, overrides, constraints)
         plan.candidates.append(candidate)
         if not candidate.reason:
@@ -105,22 +111,17 @@ def make_plan(
             seen.setdefault(candidate.fingerprint, candidate)
         if len(seen) == max_jobs:
             break
-    plan.left_out = max(total - len(plan.candidates), 0)
+    plan.left_out = total - len(plan.candidates) - plan.constrained
     _label(plan.candidates, listed)
     return plan
 
 
 def _expand(
-    loader: ConfigLoader,
-    config: DictConfig,
-    combinations: Sequence[list[str]],
-    axes: Any,
-    constraints: Any,
-    max_jobs: int | None,
-) -> tuple[int, Iterator[list[str]]]:
+    loader: ConfigLoader, config: DictConfig, combinations: Sequence[list[str]], axes: Any, max_jobs: int | None
+) -> tuple[int, Iterator["_Entry"]]:
     """How many combinations there are with the enumerated axes, and all of them, lazily."""
     if axes is None:
-        return len(combinations), iter(combinations)
+        return len(combinations), ((list(each), None, False) for each in combinations)
     total, found = 0, []
     for overrides in combinations:
         composed = loader.load_sweep_config(config, list(overrides))
@@ -132,8 +133,8 @@ def _expand(
         world = _stated_world(config, composed, node, key, axes)
         about: dict[str, Any] = {"fixed": node, "key": key, "source": world.source()}
         total += count(world.size, axes, **about)
-        layouts = enumerate_layouts(world.size, axes, constraints=constraints, **about)
-        found.append(_overriding(overrides, layouts, axes, key))
+        layouts = enumerate_layouts(world.size, axes, **about)
+        found.append(_overriding(overrides, layouts, axes, key, bool(OmegaConf.select(node, "enable_sequence_parallel"))))
         if max_jobs is None and total > _MOST_LAYOUTS:
             raise ConfigurationError(
                 f"hydra.sweeper.axes={_show(axes)} gives {total:,} layouts of {world.source()}, more than {_MOST_LAYOUTS:,}\n"
@@ -142,9 +143,15 @@ def _expand(
     return total, itertools.chain.from_iterable(found)
 
 
-def _overriding(overrides: list[str], layouts: Iterator[Topology], axes: Any, key: str) -> Iterator[list[str]]:
+_Entry = tuple[list[str], Topology | None, bool]
+"""Overrides of a combination; the layout, if it is an enumerated one; whether the sequence is split over tp as well."""
+
+
+def _overriding(
+    overrides: list[str], layouts: Iterator[Topology], axes: Any, key: str, splits_sequence: bool
+) -> Iterator[_Entry]:
     swept = parse_axes(axes)
-    return ([*overrides, *overrides_of(layout, swept, key)] for layout in layouts)
+    return (([*overrides, *overrides_of(layout, swept, key)], layout, splits_sequence) for layout in layouts)
 
 
 def _node_of(composed: DictConfig) -> tuple[Any, str]:

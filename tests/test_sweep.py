@@ -193,8 +193,12 @@ def test_numbers_by_name_and_direction(tmp_path: Path) -> None:
     assert [re.findall(r"speed:(\d+)", label) for label in order] == [["20"], ["10"], ["5"]]
     unknown = run(python("tell.py", *ONE, values, "hydra.sweeper.objective=sped"), tmp_path)
     assert unknown.code == 0
-    assert "hydra.sweeper.objective=sped" in unknown.text
-    assert "speed" in unknown.text.split("hydra.sweeper.objective=sped")[-1]
+    assert (
+        "hydra.sweeper.objective=sped: the jobs returned loss, speed\n  try: hydra.sweeper.objective=speed\n"
+        "  with hydra.sweep.dir=sweep nothing runs again\nresults: sweep/results.csv\n"
+    ) in unknown.text
+    several = run(python("tell.py", *ONE, "value={loss:1.5,speed:10},{loss:2,speed:20}", "batch=16"), tmp_path)
+    assert several.text.count("the jobs will not be ranked: the jobs returned loss, speed: which one ranks them?") == 1
 
 
 def test_a_value_that_is_no_number_is_told(tmp_path: Path) -> None:
@@ -209,6 +213,7 @@ def test_constraints_of_the_model(tmp_path: Path) -> None:
     model = ("hydra.sweeper.constraints.num_heads=6", "hydra.sweeper.constraints.num_kv_heads=2")
     outcome = run(python("tell.py", *SWEEP, *few, *model, "hydra.sweeper.constraints.global_batch=6"), tmp_path)
     assert outcome.code == 0, outcome.text
+    assert "layouts: 1 to run, 1 left out by the constraints, 1 left out by max_jobs\n" in outcome.text
     assert [(row["dp_shard"], row["tp_size"]) for row in rows(tmp_path)] == [("2", "2")]
     typed = run(python("tell.py", *SWEEP, few[0], *model, "parallelism=fsdp", "parallelism.tp_size=4"), tmp_path)
     assert typed.code == 1
