@@ -285,18 +285,15 @@ def describe(plan: Plan) -> str:
 
 
 def _headline(plan: Plan) -> str:
-    todo = [each for each in plan.runnable if not each.is_done]
-    counts = [f"{len(todo)} to run"]
-    done, twins = len(plan.runnable) - len(todo), sum(each.twin is not None for each in plan.candidates)
-    skipped = sum(bool(each.reason) for each in plan.candidates)
-    others = {
-        "with a result already": done,
-        "equal to another": twins,
-        "skipped": skipped,
+    todo = sum(not each.is_done for each in plan.runnable)
+    counts = {
+        "with a result already": len(plan.runnable) - todo,
+        "equal to another": sum(each.twin is not None for each in plan.candidates),
+        "skipped": sum(bool(each.reason) for each in plan.candidates),
+        "left out by the constraints": plan.constrained,
         "left out by max_jobs": plan.left_out,
     }
-    counts += [f"{number} {what}" for what, number in others.items() if number]
-    return f"layouts: {', '.join(counts)}"
+    return ", ".join([f"layouts: {todo} to run", *(f"{number} {what}" for what, number in counts.items() if number)])
 
 
 def _show(axes: Any) -> str:
