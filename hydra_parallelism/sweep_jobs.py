@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from .outcome import Row, Status, numbers_of, status_of
 from .progress import Progress
 from .ranking import objective_of
 from .results import ResultsFile
-from .sweep_plan import Candidate
+from .sweep_plan import Candidate, in_one_line
 
 __all__ = ["Recorder", "run_jobs"]
 
@@ -77,7 +78,7 @@ class Recorder:
             try:
                 numbers = numbers_of(value)
             except ConfigurationError as error:  # the job is done all the same
-                said = " ".join(line.strip() for line in str(error).splitlines())
+                said = in_one_line(error)
         return Row(
             job=number,
             fingerprint=job.fingerprint,
@@ -124,8 +125,16 @@ def _run_one(launcher: Launcher, overrides: list[str], number: int, recorder: Re
     began = time.monotonic()
     try:
         [result] = launcher.launch([overrides], initial_job_idx=number)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a job that cannot be composed, or a task that leaves; others run
+    except Exception as error:  # noqa: BLE001 - a job that cannot be composed; the others run
         result = _failed(error)
+    except SystemExit as error:  # the task leaves; in a sweep the others run
+        runtime = sys.modules.get("hydra_parallelism.runtime")
+        if runtime is not None:
+            runtime.shutdown()  # Hydra tells no callback that this job has ended
+        succeeded = error.code in (None, 0)
+        result = (
+            JobReturn(status=JobStatus.COMPLETED) if succeeded else _failed(SystemExit(f"left by sys.exit({error.code!r})"))
+        )
     recorder.ended(number, result, time.monotonic() - began)
     return result
 

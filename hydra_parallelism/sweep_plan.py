@@ -24,7 +24,7 @@ from .ranking import layout_of
 from .topology import BASE_AXES, Topology, resolve
 from .world import World
 
-__all__ = ["Candidate", "Plan", "describe", "make_plan"]
+__all__ = ["Candidate", "Plan", "describe", "in_one_line", "make_plan"]
 
 _MOST_LAYOUTS = 1000
 """An enumeration of more layouts needs ``max_jobs``: nobody runs them all, and composing them takes minutes."""
@@ -183,6 +183,8 @@ def _judge(loader: ConfigLoader, config: DictConfig, overrides: list[str], const
     composed = loader.load_sweep_config(config, list(overrides))
     candidate = Candidate(list(overrides))
     node, key = _node_of(composed)
+    if node is not None:
+        read_degrees(node, key)  # what is valid on no world at all is a mistake, and no layout to skip
     try:
         if node is not None:
             world = _world_of(config, composed, node, key)
@@ -192,7 +194,7 @@ def _judge(loader: ConfigLoader, config: DictConfig, overrides: list[str], const
             reasons = judge(candidate.topology, constraints, sequence_parallel=sequence_parallel)
             candidate.reason = "; ".join(reasons)
     except ConfigurationError as error:
-        candidate.reason = _in_one_line(error)
+        candidate.reason = in_one_line(error)
         return candidate
     if not run_mode.is_ours(composed) and not run_mode.is_cluster(config) and candidate.topology.world_size > 1:
         raise ConfigurationError(_refusal(composed, candidate))
@@ -218,7 +220,7 @@ def _refusal(composed: DictConfig, candidate: Candidate) -> str:
     )
 
 
-def _in_one_line(error: ConfigurationError) -> str:
+def in_one_line(error: ConfigurationError) -> str:
     """What is wrong, without the factors of 1 and without the remedy: a sweep has other layouts to run."""
     lines = [line.strip() for line in str(error).splitlines() if not line.lstrip().startswith("try:")]
     text = " ".join(lines[1:] if len(lines) > 1 and lines[0].endswith(":") else lines)
@@ -239,8 +241,16 @@ def _fingerprint(composed: DictConfig, key: str, candidate: Candidate) -> str:
             inner[path.split(".")[-1]] = candidate.degrees[name]
         node |= {"ep_size": candidate.topology.ep, "enable_expert_parallel": False, "world_size": None}
     own = [override for override in candidate.overrides if override.lstrip("+~").startswith("hydra.")]
-    text = json.dumps([plain, own], default=str)
+    # What the config does not hold and the task may see: ${hydra:runtime.choices.model}, variables of the environment.
+    choices = {
+        group: choice for group, choice in composed.hydra.runtime.choices.items() if not _is_about_layout(str(group), key)
+    }
+    text = json.dumps([plain, own, choices, _plain(composed.hydra.job, "env_set")], default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _is_about_layout(group: str, key: str) -> bool:
+    return group.startswith("hydra/") or group.split("/")[0] == key.split(".")[-1]
 
 
 def _plain(composed: DictConfig, name: str) -> Any:
