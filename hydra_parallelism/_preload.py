@@ -2,6 +2,11 @@
 
 import contextlib
 import gc
+import multiprocessing
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
 
 import torch
 import torch.distributed
@@ -18,6 +23,17 @@ with contextlib.suppress(ImportError):  # what most jobs use next; 0.6 s and mor
     import torch.distributed.fsdp
     import torch.distributed.tensor.debug
     import torch.distributed.tensor.parallel  # noqa: F401
+
+
+def _leave_quietly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A fork that is still starting when its sweep is interrupted finds what it was sent gone. The sweep tells of it."""
+    last = traceback.extract_tb(trace)[-1:]
+    if not (issubclass(kind, FileNotFoundError) and last and Path(last[0].filename).parent == _MULTIPROCESSING):
+        sys.__excepthook__(kind, error, trace)
+
+
+_MULTIPROCESSING = Path(multiprocessing.__file__).parent
+sys.excepthook = _leave_quietly
 
 # The forks' garbage collector need not look at all this again: it would cost each of them half a second at its end.
 gc.collect()

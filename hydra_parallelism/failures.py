@@ -17,7 +17,7 @@ from typing import Any
 
 from .errors import ParallelismError
 
-__all__ = ["Failure", "find_cause", "format_error", "tell", "write_error_file"]
+__all__ = ["Failure", "find_cause", "format_error", "message_of", "tell", "write_error_file"]
 
 _ECHOES = ("DistBackendError", "DistNetworkError", "DistStoreError", "SignalException", "KeyboardInterrupt")
 _ECHO_TEXTS = ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "Broken pipe", "NCCL error")
@@ -71,7 +71,7 @@ def write_error_file(error: BaseException, *, kind: str | None = None, text: str
     moment = time.time()
     data = {
         "message": {
-            "message": f"{type(error).__name__}: {_text(error)}",
+            "message": f"{type(error).__name__}: {message_of(error)}",
             "extraInfo": {
                 "py_callstack": format_error(error) if text is None else text,
                 "timestamp": str(int(moment)),
@@ -85,7 +85,8 @@ def write_error_file(error: BaseException, *, kind: str | None = None, text: str
     return True
 
 
-def _text(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
+    """What an error says of itself; its class may be the user's, and fail at that."""
     try:
         return str(error)
     except Exception as broken:  # noqa: BLE001 - it is the user's method

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from . import interpolations, memory, run_mode, worker
 from . import launch as launching
 from .errors import ConfigurationError, LaunchError
-from .failures import tell
+from .failures import message_of, tell
 from .logs import console_ranks
 from .slots import Slots
 from .topology import Topology, resolve
@@ -279,7 +279,7 @@ def _summarize(jobs: list[_Job]) -> None:
 
 def headline(error: BaseException) -> str:
     """The line that says what happened: of a traceback the last one, of a death how it came, of a message the first."""
-    text = str(error).strip().splitlines()
+    text = message_of(error).strip().splitlines()
     deaths = [line for line in text if line.startswith("rank ") and line.endswith(", without an exception")]
     if deaths:
         return deaths[-1]

@@ -13,7 +13,7 @@ from typing import Any
 
 from ._equation import FACTORS
 from .errors import ConfigurationError
-from .failures import Failure, tell
+from .failures import Failure, message_of, tell
 
 __all__ = ["BACK", "COLUMNS", "DEGREES", "FRONT", "Row", "Status", "check_names", "numbers_of", "status_of"]
 
@@ -99,7 +99,7 @@ def _message(error: BaseException | None) -> str:
     cause = getattr(error, "cause", None)
     if isinstance(cause, Failure):
         return tell(cause, cause.rank + 1, {}, None)
-    return f"{type(error).__name__}: {error}"
+    return "" if error is None else f"{type(error).__name__}: {message_of(error)}"
 
 
 def _types(error: BaseException | None) -> Iterator[str]:
@@ -144,18 +144,21 @@ def numbers_of(value: Any) -> dict[str, float]:
 
 
 def _number(value: Any) -> float | None:
-    if not isinstance(value, Real) and getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return None
     try:
+        if not isinstance(value, Real) and getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, Real):
+            return None
         return float(value)
-    except OverflowError:  # a whole number of more than 308 digits
+    except Exception:  # noqa: BLE001 - a whole number of more than 308 digits, a tensor without data, any class of the user's
         return None
 
 
 def _describe(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - it is the user's method
+        text = "one that cannot be shown"
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,9 +19,10 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.utils import JobReturn, configure_log
 from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from . import launch, pictures, run_mode
-from .constraints import Feasible, feasible, judge
+from .constraints import Feasible, feasible, judge, read_constraints
 from .errors import ConfigurationError
 from .outcome import Row, Status
 from .progress import Progress
@@ -56,6 +58,7 @@ def run(
         SystemExit: A job failed, or a signal ended the sweep.
     """
     options = _read_options(given)
+    read_constraints(given.get("constraints"))
     if run_mode.is_ours(config):
         launch.check(run_mode.options_of(config), run_mode.options_of(config).nnodes)
     limit, model = options.max_jobs, given.get("constraints")
@@ -63,17 +66,22 @@ def run(
     folder = Path(str(config.hydra.sweep.dir))
     with _alone_in(folder):
         results = ResultsFile(folder)
-        _number(plan.runnable, results.read(), contiguous=not run_mode.is_ours(config))
+        with _usable(folder):
+            _number(plan.runnable, results.read(), contiguous=not run_mode.is_ours(config))
         _say(describe(plan))
         _refuse_invalid(plan, options)
-        OmegaConf.save(config, folder / "multirun.yaml")
+        with _usable(folder):
+            OmegaConf.save(config, folder / "multirun.yaml")
         return _run(launcher, config, plan, results, options)
 
 
 def _read_options(given: dict[str, Any]) -> LayoutsConfig:
-    options: LayoutsConfig = OmegaConf.to_object(  # type: ignore[assignment]
-        OmegaConf.merge(OmegaConf.structured(LayoutsConfig), OmegaConf.create(given))
-    )
+    try:
+        options: LayoutsConfig = OmegaConf.to_object(  # type: ignore[assignment]
+            OmegaConf.merge(OmegaConf.structured(LayoutsConfig), OmegaConf.create(given))
+        )
+    except OmegaConfBaseException as error:
+        raise ConfigurationError(f"hydra.sweeper is not valid: {str(error).splitlines()[0]}") from None
     if options.max_jobs is not None and options.max_jobs < 1:
         raise ConfigurationError(f"hydra.sweeper.max_jobs={options.max_jobs}: must be at least 1, or null for all")
     return options
@@ -86,7 +94,8 @@ def _alone_in(folder: Path) -> Iterator[None]:
     Raises:
         ConfigurationError: Another sweep holds it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with _usable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     try:
         import fcntl
     except ImportError:  # Windows
@@ -105,6 +114,14 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _usable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(f"hydra.sweep.dir={folder} cannot be used: {error}\n  try: another folder") from None
 
 
 def _number(jobs: list[Candidate], rows: list[Row], *, contiguous: bool) -> None:
@@ -144,11 +161,13 @@ def _run(
     for job in plan.runnable:
         if job.is_done:
             progress.skip(job.number or 0, job.name)
-    recorder, found = Recorder(todo, results, progress), []
+    recorder, found = Recorder(todo, results, progress, options.objective), []
     is_over = not todo
     try:
         found = list(run_jobs(launcher, config, todo, recorder)) if todo else []
         is_over = True
+    except KeyboardInterrupt:  # before or between jobs; in the middle of one the launcher sees to it
+        raise SystemExit(128 + signal.SIGINT) from None
     finally:
         progress.clear()
         configure_log(config.hydra.hydra_logging, config.hydra.verbose)
@@ -173,7 +192,7 @@ def _conclude(results: ResultsFile, options: LayoutsConfig) -> None:
         _say(table(rows, options.objective, maximize, width))
         drawn = pictures.draw(rows, results.path.parent, options.objective, maximize)
     except ConfigurationError as error:  # the jobs have run: an objective that none returned must not hide their rows
-        _say(str(error))
+        _say(f"{error}\n  with hydra.sweep.dir={results.path.parent} nothing runs again\nresults: {results.path}")
         return
     _say(f"results: {results.path}")
     _say(pictures.ABSENT if drawn is None else f"picture: {' and '.join(map(str, drawn))}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,8 +18,9 @@ from .failures import Failure, find_cause
 from .multirun import headline
 from .outcome import Row, Status, numbers_of, status_of
 from .progress import Progress
+from .ranking import objective_of
 from .results import ResultsFile
-from .sweep_plan import Candidate
+from .sweep_plan import Candidate, in_one_line
 
 __all__ = ["Recorder", "run_jobs"]
 
@@ -33,9 +35,11 @@ class Recorder:
         rows: What the jobs of this run came to, by number.
     """
 
-    def __init__(self, jobs: Sequence[Candidate], results: ResultsFile, progress: Progress) -> None:
+    def __init__(
+        self, jobs: Sequence[Candidate], results: ResultsFile, progress: Progress, objective: str | None = None
+    ) -> None:
         self._jobs = {job.number: job for job in jobs}
-        self._results, self._progress = results, progress
+        self._results, self._progress, self._objective = results, progress, objective
         self.rows: dict[int, Row] = {}
 
     def started(self, number: int) -> None:
@@ -51,6 +55,18 @@ class Recorder:
         if row.error:
             self._progress.clear()
             _log.log(logging.WARNING if row.status is Status.ok else logging.ERROR, "\t#%d: %s", number, row.error)
+        if row.numbers:
+            self._warn_of_objective(row)
+
+    def _warn_of_objective(self, row: Row) -> None:
+        """Say with the first numbers, and not when all jobs have run, that they cannot be ranked."""
+        if any(other.numbers for other in self.rows.values() if other is not row):
+            return
+        try:
+            objective_of([row], self._objective)
+        except ConfigurationError as error:
+            self._progress.clear()
+            _log.warning("the jobs will not be ranked: %s", error)
 
     def _row(self, number: int, result: JobReturn, seconds: float) -> Row:
         job, value = self._jobs[number], result._return_value
@@ -62,7 +78,7 @@ class Recorder:
             try:
                 numbers = numbers_of(value)
             except ConfigurationError as error:  # the job is done all the same
-                said = " ".join(line.strip() for line in str(error).splitlines())
+                said = in_one_line(error)
         return Row(
             job=number,
             fingerprint=job.fingerprint,
@@ -109,8 +125,16 @@ def _run_one(launcher: Launcher, overrides: list[str], number: int, recorder: Re
     began = time.monotonic()
     try:
         [result] = launcher.launch([overrides], initial_job_idx=number)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a job that cannot be composed, or a task that leaves; others run
+    except Exception as error:  # noqa: BLE001 - a job that cannot be composed; the others run
         result = _failed(error)
+    except SystemExit as error:  # the task leaves; in a sweep the others run
+        runtime = sys.modules.get("hydra_parallelism.runtime")
+        if runtime is not None:
+            runtime.shutdown()  # Hydra tells no callback that this job has ended
+        succeeded = error.code in (None, 0)
+        result = (
+            JobReturn(status=JobStatus.COMPLETED) if succeeded else _failed(SystemExit(f"left by sys.exit({error.code!r})"))
+        )
     recorder.ended(number, result, time.monotonic() - began)
     return result
 

@@ -24,7 +24,7 @@ from .ranking import layout_of
 from .topology import BASE_AXES, Topology, resolve
 from .world import World
 
-__all__ = ["Candidate", "Plan", "describe", "make_plan"]
+__all__ = ["Candidate", "Plan", "describe", "in_one_line", "make_plan"]
 
 _MOST_LAYOUTS = 1000
 """An enumeration of more layouts needs ``max_jobs``: nobody runs them all, and composing them takes minutes."""
@@ -60,10 +60,13 @@ class Candidate:
 
 @dataclass
 class Plan:
-    """The combinations of a sweep, in order, and how many more there would have been."""
+    """The combinations of a sweep, in order, and how many there would have been without limits."""
 
     candidates: list[Candidate]
     left_out: int = 0
+    """How many more ``max_jobs`` leaves out, at most."""
+    constrained: int = 0
+    """How many enumerated layouts the constraints have left out so far."""
 
     @property
     def runnable(self) -> list[Candidate]:
@@ -95,9 +98,12 @@ def make_plan(
         hydra.errors.ConfigCompositionException: A combination names what the config does not have.
     """
     plan, seen = Plan([]), dict[str, Candidate]()
-    total, found = _expand(loader, config, combinations, axes, constraints, max_jobs)
+    total, found = _expand(loader, config, combinations, axes, max_jobs)
     listed = len(parse_axes(axes)) if axes is not None else 0
-    for overrides in found:
+    for overrides, layout, splits_sequence in found:
+        if layout is not None and judge(layout, constraints, sequence_parallel=splits_sequence):
+            plan.constrained += 1  # of thousands nobody wants to read why
+            continue
         candidate = _judge(loader, config, overrides, constraints)
         plan.candidates.append(candidate)
         if not candidate.reason:
@@ -105,22 +111,17 @@ def make_plan(
             seen.setdefault(candidate.fingerprint, candidate)
         if len(seen) == max_jobs:
             break
-    plan.left_out = max(total - len(plan.candidates), 0)
+    plan.left_out = total - len(plan.candidates) - plan.constrained
     _label(plan.candidates, listed)
     return plan
 
 
 def _expand(
-    loader: ConfigLoader,
-    config: DictConfig,
-    combinations: Sequence[list[str]],
-    axes: Any,
-    constraints: Any,
-    max_jobs: int | None,
-) -> tuple[int, Iterator[list[str]]]:
+    loader: ConfigLoader, config: DictConfig, combinations: Sequence[list[str]], axes: Any, max_jobs: int | None
+) -> tuple[int, Iterator["_Entry"]]:
     """How many combinations there are with the enumerated axes, and all of them, lazily."""
     if axes is None:
-        return len(combinations), iter(combinations)
+        return len(combinations), ((list(each), None, False) for each in combinations)
     total, found = 0, []
     for overrides in combinations:
         composed = loader.load_sweep_config(config, list(overrides))
@@ -132,8 +133,8 @@ def _expand(
         world = _stated_world(config, composed, node, key, axes)
         about: dict[str, Any] = {"fixed": node, "key": key, "source": world.source()}
         total += count(world.size, axes, **about)
-        layouts = enumerate_layouts(world.size, axes, constraints=constraints, **about)
-        found.append(_overriding(overrides, layouts, axes, key))
+        layouts = enumerate_layouts(world.size, axes, **about)
+        found.append(_overriding(overrides, layouts, axes, key, bool(OmegaConf.select(node, "enable_sequence_parallel"))))
         if max_jobs is None and total > _MOST_LAYOUTS:
             raise ConfigurationError(
                 f"hydra.sweeper.axes={_show(axes)} gives {total:,} layouts of {world.source()}, more than {_MOST_LAYOUTS:,}\n"
@@ -142,9 +143,15 @@ def _expand(
     return total, itertools.chain.from_iterable(found)
 
 
-def _overriding(overrides: list[str], layouts: Iterator[Topology], axes: Any, key: str) -> Iterator[list[str]]:
+_Entry = tuple[list[str], Topology | None, bool]
+"""Overrides of a combination; the layout, if it is an enumerated one; whether the sequence is split over tp as well."""
+
+
+def _overriding(
+    overrides: list[str], layouts: Iterator[Topology], axes: Any, key: str, splits_sequence: bool
+) -> Iterator[_Entry]:
     swept = parse_axes(axes)
-    return ([*overrides, *overrides_of(layout, swept, key)] for layout in layouts)
+    return (([*overrides, *overrides_of(layout, swept, key)], layout, splits_sequence) for layout in layouts)
 
 
 def _node_of(composed: DictConfig) -> tuple[Any, str]:
@@ -176,6 +183,8 @@ def _judge(loader: ConfigLoader, config: DictConfig, overrides: list[str], const
     composed = loader.load_sweep_config(config, list(overrides))
     candidate = Candidate(list(overrides))
     node, key = _node_of(composed)
+    if node is not None:
+        read_degrees(node, key)  # what is valid on no world at all is a mistake, and no layout to skip
     try:
         if node is not None:
             world = _world_of(config, composed, node, key)
@@ -185,7 +194,7 @@ def _judge(loader: ConfigLoader, config: DictConfig, overrides: list[str], const
             reasons = judge(candidate.topology, constraints, sequence_parallel=sequence_parallel)
             candidate.reason = "; ".join(reasons)
     except ConfigurationError as error:
-        candidate.reason = _in_one_line(error)
+        candidate.reason = in_one_line(error)
         return candidate
     if not run_mode.is_ours(composed) and not run_mode.is_cluster(config) and candidate.topology.world_size > 1:
         raise ConfigurationError(_refusal(composed, candidate))
@@ -211,7 +220,7 @@ def _refusal(composed: DictConfig, candidate: Candidate) -> str:
     )
 
 
-def _in_one_line(error: ConfigurationError) -> str:
+def in_one_line(error: ConfigurationError) -> str:
     """What is wrong, without the factors of 1 and without the remedy: a sweep has other layouts to run."""
     lines = [line.strip() for line in str(error).splitlines() if not line.lstrip().startswith("try:")]
     text = " ".join(lines[1:] if len(lines) > 1 and lines[0].endswith(":") else lines)
@@ -232,8 +241,16 @@ def _fingerprint(composed: DictConfig, key: str, candidate: Candidate) -> str:
             inner[path.split(".")[-1]] = candidate.degrees[name]
         node |= {"ep_size": candidate.topology.ep, "enable_expert_parallel": False, "world_size": None}
     own = [override for override in candidate.overrides if override.lstrip("+~").startswith("hydra.")]
-    text = json.dumps([plain, own], default=str)
+    # What the config does not hold and the task may see: ${hydra:runtime.choices.model}, variables of the environment.
+    choices = {
+        group: choice for group, choice in composed.hydra.runtime.choices.items() if not _is_about_layout(str(group), key)
+    }
+    text = json.dumps([plain, own, choices, _plain(composed.hydra.job, "env_set")], default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _is_about_layout(group: str, key: str) -> bool:
+    return group.startswith("hydra/") or group.split("/")[0] == key.split(".")[-1]
 
 
 def _plain(composed: DictConfig, name: str) -> Any:
@@ -278,18 +295,15 @@ def describe(plan: Plan) -> str:
 
 
 def _headline(plan: Plan) -> str:
-    todo = [each for each in plan.runnable if not each.is_done]
-    counts = [f"{len(todo)} to run"]
-    done, twins = len(plan.runnable) - len(todo), sum(each.twin is not None for each in plan.candidates)
-    skipped = sum(bool(each.reason) for each in plan.candidates)
-    others = {
-        "with a result already": done,
-        "equal to another": twins,
-        "skipped": skipped,
+    todo = sum(not each.is_done for each in plan.runnable)
+    counts = {
+        "with a result already": len(plan.runnable) - todo,
+        "equal to another": sum(each.twin is not None for each in plan.candidates),
+        "skipped": sum(bool(each.reason) for each in plan.candidates),
+        "left out by the constraints": plan.constrained,
         "left out by max_jobs": plan.left_out,
     }
-    counts += [f"{number} {what}" for what, number in others.items() if number]
-    return f"layouts: {', '.join(counts)}"
+    return ", ".join([f"layouts: {todo} to run", *(f"{number} {what}" for what, number in counts.items() if number)])
 
 
 def _show(axes: Any) -> str:

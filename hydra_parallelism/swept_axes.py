@@ -42,6 +42,8 @@ def parse_axes(values: Any, *, key: str = AXES_KEY) -> tuple[SweptAxis, ...]:
     Raises:
         ConfigurationError: Names every unknown and every repeated entry; an unknown one with the nearest known name.
     """
+    if isinstance(values, Mapping) or not isinstance(values, Iterable | SweptAxis):
+        raise ConfigurationError(f"{key}={values}: must be a list of axes\n  try: {key}=[dp_shard,'tp_size<=8']")
     entries = [values] if isinstance(values, str | SweptAxis) else list(values)
     found: dict[str, SweptAxis] = {}
     problems = [] if entries else ["lists no axis; try [dp_replicate,dp_shard]"]

@@ -380,10 +380,10 @@ def test_threads_share_a_file(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_whole(tmp_path / "a", b"old")
 
-    def refuse(descriptor: int) -> None:
+    def refuse(part: Path, path: Path) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(OSError, match="no space left"):
         write_whole(tmp_path / "a", b"new and longer")
     assert (tmp_path / "a").read_bytes() == b"old"

@@ -193,8 +193,12 @@ def test_numbers_by_name_and_direction(tmp_path: Path) -> None:
     assert [re.findall(r"speed:(\d+)", label) for label in order] == [["20"], ["10"], ["5"]]
     unknown = run(python("tell.py", *ONE, values, "hydra.sweeper.objective=sped"), tmp_path)
     assert unknown.code == 0
-    assert "hydra.sweeper.objective=sped" in unknown.text
-    assert "speed" in unknown.text.split("hydra.sweeper.objective=sped")[-1]
+    assert (
+        "hydra.sweeper.objective=sped: the jobs returned loss, speed\n  try: hydra.sweeper.objective=speed\n"
+        "  with hydra.sweep.dir=sweep nothing runs again\nresults: sweep/results.csv\n"
+    ) in unknown.text
+    several = run(python("tell.py", *ONE, "value={loss:1.5,speed:10},{loss:2,speed:20}", "batch=16"), tmp_path)
+    assert several.text.count("the jobs will not be ranked: the jobs returned loss, speed: which one ranks them?") == 1
 
 
 def test_a_value_that_is_no_number_is_told(tmp_path: Path) -> None:
@@ -209,6 +213,7 @@ def test_constraints_of_the_model(tmp_path: Path) -> None:
     model = ("hydra.sweeper.constraints.num_heads=6", "hydra.sweeper.constraints.num_kv_heads=2")
     outcome = run(python("tell.py", *SWEEP, *few, *model, "hydra.sweeper.constraints.global_batch=6"), tmp_path)
     assert outcome.code == 0, outcome.text
+    assert "layouts: 1 to run, 1 left out by the constraints, 1 left out by max_jobs\n" in outcome.text
     assert [(row["dp_shard"], row["tp_size"]) for row in rows(tmp_path)] == [("2", "2")]
     typed = run(python("tell.py", *SWEEP, few[0], *model, "parallelism=fsdp", "parallelism.tp_size=4"), tmp_path)
     assert typed.code == 1
@@ -294,3 +299,44 @@ def test_an_impossible_trial_of_optuna_fails_as_a_trial(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.text
     assert "dp_shard takes what is left, but the others multiply to 3 and hydra.launcher.nproc_per_node=2" in outcome.text
     assert "best_value: 1.0" in (tmp_path / "sweep/optimization_results.yaml").read_text()
+
+
+def test_what_only_hydra_knows_tells_jobs_apart(tmp_path: Path) -> None:
+    """Two options of a group that compose to the same config: the task may ask for ``${hydra:runtime.choices.flavour}``."""
+    outcome = run(python("tell.py", *ONE, "+flavour=a,b"), tmp_path)
+    assert outcome.code == 0, outcome.text
+    assert "layouts: 2 to run\n" in outcome.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("hydra.sweeper.axes={tp_size:4}",), "hydra.sweeper.axes={'tp_size': 4}: must be a list of axes\n  try: "),
+        (("hydra.sweeper.axes=5",), "hydra.sweeper.axes=5: must be a list of axes\n"),
+        (("hydra.sweeper.constraints.num_heads=0",), "constraints.num_heads=0: must be a whole number of at least 1"),
+        (("+hydra.sweeper.foo=1",), "hydra.sweeper is not valid: Key 'foo' not in 'LayoutsConfig'"),
+        (("parallelism.tp_size=0,1",), "parallelism.tp_size=0: must be a whole number of at least 1, or -1 for what is left"),
+        (("hydra.sweep.dir=file",), "hydra.sweep.dir=file cannot be used: "),
+        (("hydra.sweeper.max_jobs=0",), "hydra.sweeper.max_jobs=0: must be at least 1, or null for all"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_without_a_traceback(options: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    outcome = run(python("tell.py", *ONE, *options), tmp_path)
+    assert outcome.code == 1
+    assert message in outcome.text
+    assert "Traceback" not in outcome.text
+    assert "to run" not in outcome.text
+
+
+def test_values_and_errors_that_cannot_be_shown(tmp_path: Path) -> None:
+    outcome = run(python("odd.py", *ONE, "kind=repr,mute,quit,leave,good"), tmp_path)
+    assert outcome.code == 1
+    assert column(tmp_path, "status") == ["ok", "failed", "killed", "ok", "ok"]
+    assert column(tmp_path, "error") == [
+        "the task returns one that cannot be shown (Odd), which is no number",
+        "(its __str__ raises RuntimeError)",
+        "left by sys.exit(3)",
+        "",
+        "",
+    ]
