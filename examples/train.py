@@ -1,4 +1,4 @@
-"""Train a small GPT on real text under DDP, FSDP or HSDP.
+"""Train a small GPT on real text under any layout of the data, tensor and pipeline axes.
 
 python examples/train.py                                       # one process
 torchrun --nproc-per-node 4 examples/train.py                  # DDP over 4

@@ -68,7 +68,7 @@ class ContextParallelConfig:
 
 @dataclass
 class FSDPConfig:
-    """How parameters are sharded over the ``fsdp`` axis. Read by whoever shards the model (see ``examples/train.py``)."""
+    """How parameters are sharded over the ``fsdp`` axis. Applied by ``hydra_parallelism.parallelize``."""
 
     cpu_offload: bool = False
     """Keep the shards in host memory and copy them to the device for each use."""
