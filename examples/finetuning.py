@@ -68,7 +68,9 @@ def build(cfg: DictConfig) -> PreTrainedModel:
         folder = to_absolute_path(cfg.checkpoint)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     if model.config.vocab_size < text.VOCAB:
-        raise ValueError(f"the model knows {model.config.vocab_size} tokens, and the text is made of {text.VOCAB} different bytes")
+        raise ValueError(
+            f"the model knows {model.config.vocab_size} tokens, and the text is made of {text.VOCAB} different bytes"
+        )
     return model
 
 
@@ -87,7 +89,7 @@ class Windows(Dataset[Tensor]):
 
 
 def read(windows: Windows, cfg: DictConfig) -> Iterator[Tensor]:
-    """This data rank's share of one global batch after the other, epoch after epoch: ``(local batch, seq_len + 1)`` each.
+    """Yield this data rank's share of one global batch after the other, epoch after epoch: ``(local batch, seq_len + 1)`` each.
 
     Raises:
         ValueError: The text has less than one batch, before anything is read.

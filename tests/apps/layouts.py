@@ -113,6 +113,7 @@ def cases(size: int) -> Iterator[Case]:
     yield from EXTRAS.get(size, [])
     yield from MISTAKES.get(size, [])
 
+
 LLAMA_LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp4": {"dp_shard": 4},
     "replicate2_tp2": {"dp_replicate": 2, "tp_size": 2, **_TP},

@@ -37,8 +37,8 @@ Numbers = tuple[list[float], list[float], dict[str, Tensor]]
 def make(kind: str) -> nn.Module:
     """The same weights each time."""
     torch.manual_seed(0)
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, max_position_embeddings=32)
-    heads = dict(num_attention_heads=8, num_key_value_heads=4, use_cache=False)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 32, "use_cache": False}
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMAS[kind], **sizes, **heads), dtype=torch.float32)
 
 
@@ -112,7 +112,13 @@ def compare(found: Numbers, wanted: Numbers, context: ParallelContext) -> dict[s
     dist.all_gather_object(held, sorted(found[2]), group=context.mesh["pp"].get_group())
     loss, norm, weights = apart.tolist()
     together = sorted(name for names in held for name in names)
-    return {"loss": loss, "norm": norm, "weights": weights, "clipped": min(wanted[1]) > CLIP, "all": together == sorted(wanted[2])}
+    return {
+        "loss": loss,
+        "norm": norm,
+        "weights": weights,
+        "clipped": min(wanted[1]) > CLIP,
+        "all": together == sorted(wanted[2]),
+    }
 
 
 def main() -> None:
