@@ -112,3 +112,23 @@ def cases(size: int) -> Iterator[Case]:
             yield Case(name, config, "odd", "sgd")
     yield from EXTRAS.get(size, [])
     yield from MISTAKES.get(size, [])
+
+
+LLAMA_LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp4": {"dp_shard": 4},
+    "replicate2_tp2": {"dp_replicate": 2, "tp_size": 2, **_TP},
+    "tp4_sp": {"tp_size": 4, **_SP},
+    "fsdp2_tp2": {"dp_shard": 2, "tp_size": 2, **_TP},
+    "fsdp2_tp2_sp": {"dp_shard": 2, "tp_size": 2, **_SP},
+    "pp2_tp2": {"pp_size": 2, "tp_size": 2, **_TP, "pipeline": {"microbatches": 4}},
+    "pp2_tp2_sp": {"pp_size": 2, "tp_size": 2, **_SP, "pipeline": {"microbatches": 4}},
+    "pp2_fsdp2": {"pp_size": 2, "dp_shard": 2, "pipeline": {"microbatches": 4}},
+}
+"""Layouts of 4 ranks for Transformers' models."""
+
+LLAMAS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama_tied": {"model_type": "llama", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 8},
+}
+"""Model -> what it has beside the sizes that all of them share."""

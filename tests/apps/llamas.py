@@ -1,0 +1,144 @@
+"""Transformers' own models, tiny and random, trained under many layouts in one start of 4 processes: a JSON line per case.
+
+Like parity.py, with what a fine-tuning script calls: ``forward_backward`` and ``clip_grad_norm_``. The reference is plain torch
+and Transformers in every process.
+"""
+
+import json
+import logging
+import os
+import sys
+from functools import cache
+from typing import Any
+
+import _app
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from layouts import LLAMA_LAYOUTS, LLAMAS
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hydra_parallelism import (
+    ConfigurationError,
+    ParallelContext,
+    average_loss,
+    clip_grad_norm_,
+    forward_backward,
+    parallel_context,
+    parallelize,
+)
+
+STEPS, BATCH, LENGTH, CLIP = 3, 8, 12, 0.5
+Numbers = tuple[list[float], list[float], dict[str, Tensor]]
+
+
+def make(kind: str) -> nn.Module:
+    """The same weights each time."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 32, "use_cache": False}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMAS[kind], **sizes, **heads), dtype=torch.float32)
+
+
+def batch(step: int) -> tuple[dict[str, Tensor], Tensor]:
+    """The global batch: some of its sequences begin with padding."""
+    tokens = torch.randint(64, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    mask[1, :3] = mask[6, :2] = 0
+    return {"input_ids": tokens[:, :-1], "attention_mask": mask}, tokens[:, 1:]
+
+
+def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    """As in parity.py."""
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
+
+
+def loss_of(output: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor of a parameter. Collective."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+@cache
+def reference(kind: str, optimizer_kind: str) -> Numbers:
+    """One process."""
+    model, losses, norms = make(kind), [], []
+    optimizer = optimizer_of(optimizer_kind, model)
+    for step in range(STEPS):
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        loss = loss_of(model(**inputs), targets)
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms, dict(model.named_parameters())
+
+
+def train(kind: str, optimizer_kind: str, context: ParallelContext) -> Numbers:
+    """Under the context's layout."""
+    model, losses, norms = parallelize(make(kind)), [], []
+    optimizer, shares = optimizer_of(optimizer_kind, model), context.dp_world_size
+    for step in range(STEPS):
+        inputs, targets = batch(step)
+        mine = {name: tensor.chunk(shares)[context.dp_rank] for name, tensor in inputs.items()}
+        optimizer.zero_grad()
+        loss = forward_backward(model, mine, targets.chunk(shares)[context.dp_rank], loss_of)
+        norms.append(clip_grad_norm_(model, CLIP).item())
+        optimizer.step()
+        losses.append(average_loss(loss).item())
+    return losses, norms, {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def compare(found: Numbers, wanted: Numbers, context: ParallelContext) -> dict[str, Any]:
+    """Largest deviations on any rank, and whether the stages together hold each parameter once. Collective."""
+    apart = torch.tensor(
+        [
+            max(abs(a - b) for a, b in zip(found[0], wanted[0], strict=True)),
+            max(abs(a - b) / b for a, b in zip(found[1], wanted[1], strict=True)),
+            max((value - wanted[2][name]).abs().max().item() for name, value in found[2].items()),
+        ],
+        dtype=torch.float64,
+    )
+    dist.all_reduce(apart, op=dist.ReduceOp.MAX)
+    held: list[Any] = [None] * context.topology.pp
+    dist.all_gather_object(held, sorted(found[2]), group=context.mesh["pp"].get_group())
+    loss, norm, weights = apart.tolist()
+    together = sorted(name for names in held for name in names)
+    return {
+        "loss": loss,
+        "norm": norm,
+        "weights": weights,
+        "clipped": min(wanted[1]) > CLIP,
+        "all": together == sorted(wanted[2]),
+    }
+
+
+def main() -> None:
+    """Every model under every layout, or the layouts whose names contain the first argument."""
+    rank, only = int(os.environ["RANK"]), "".join(sys.argv[1:2])
+    for layout, config in LLAMA_LAYOUTS.items():
+        if only not in layout:
+            continue
+        with parallel_context({**config, "runtime": {"timeout_s": 60}}) as context:
+            for kind in LLAMAS:
+                for optimizer in ("sgd", "adamw"):
+                    try:
+                        report = compare(train(kind, optimizer, context), reference(kind, optimizer), context)
+                    except ConfigurationError as error:  # the same on every rank
+                        report = {"refused": str(error)}
+                    if rank == 0:
+                        _app.say(f"BODY {json.dumps({'case': [layout, kind, optimizer], **report})}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    main()
