@@ -1,4 +1,4 @@
-"""Step time under ``parallelize`` against hand-written torch calls for the same layout, and against accelerate and Transformers.
+"""Step time under ``parallelize`` against hand-written torch calls for the same layout, accelerate and Transformers.
 
 ``gpt``: the training example's GPT (conf/model/tiny.yaml), fsdp 4 and fsdp 2 x tp 2. By hand is what one writes with torch
 alone: ``parallelize_module`` with a plan, ``fully_shard`` on every block and on the root, ``loss.backward()``. ``titan`` is
@@ -236,7 +236,9 @@ def main() -> None:
           f"Python {platform.python_version()}, torch {torch.__version__}, {RANKS} gloo ranks", flush=True)  # fmt: skip
     front = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", __file__]
     for layout in LAYOUTS:
-        subprocess.run([*front, "--layout", layout, str(rounds), str(steps)], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+        subprocess.run(
+            [*front, "--layout", layout, str(rounds), str(steps)], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True
+        )
 
 
 if __name__ == "__main__":

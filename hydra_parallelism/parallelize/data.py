@@ -48,8 +48,8 @@ def shard(module: nn.Module, recipe: Recipe, context: ParallelContext) -> None:
     for _, unit in recipe.present(recipe.units, module):
         if unit is not module:
             fully_shard(unit, mp_policy=precision, **policy)
-    # Backward begins with what the root holds (norm, head): freed after forward, it would be gathered again at once. ``None`` is
-    # torch's word for "unless this is the root of all".
+    # Backward begins with what the root holds (norm, head): freed after forward, it would be gathered again at once.
+    # ``None`` is torch's word for "unless this is the root of all".
     if recipe.config.fsdp.reshard_after_forward:
         policy["reshard_after_forward"] = None
     fully_shard(module, mp_policy=replace(precision, output_dtype=torch.float32), **policy)
@@ -92,9 +92,9 @@ def _policy(fsdp: FSDPConfig, context: ParallelContext) -> dict[str, Any]:
 
 
 def _mesh(context: ParallelContext) -> DeviceMesh:
-    """The one place where a degree of 1 is looked at: torch all-reduces each unit's gradients over replicas even if there is one.
+    """The one place where a degree of 1 is looked at: torch all-reduces over the replicas even if there is only one.
 
-    That is a collective per unit and step, 5% of a step of the training example, for nothing.
+    That is a collective per unit and step for nothing; with the root gathered twice it was 10% of a step of the training example.
     """
     return context.mesh["dp_replicate", "fsdp"] if context.topology.dp_replicate > 1 else context.mesh["fsdp"]
 

@@ -48,6 +48,9 @@ _PLANS: dict[str, list[dict[str, str]]] = {
         {"norm": "replicate"},
         {"layers.*.mlp.up": "replicate"},  # down expects a slice
         {"layers.*.attention.k_proj": "replicate"},
+        {"layers.*.attention.o_proj": "rowwise_rep"},
+        {"layers.*.attention.v_proj": "colwise_rep"},
+        {"head": "colwise"},
         {"layers.*.mlp.down": "rowwise_rep"},
         {"layers.*.attention_norm": "sequence_parallel"},
         {"layers.*.attn.q_proj": "colwise"},  # no such module
@@ -61,6 +64,10 @@ _PLANS: dict[str, list[dict[str, str]]] = {
         {"norm": "replicate", "layers.*.*_norm": "replicate"},
         {"layers.1.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise_rep"},
         {"layers.*.self_attn.[qk]_norm": "colwise"},
+        {"layers.*.self_attn.k_proj": "replicate"},
+        {"layers.*.mlp.gate_proj": "colwise_rep"},
+        {"layers.*.self_attn.[qk]_norm": "replicate"},
+        {"layers.*.mlp.down_proj": "replicate"},
     ],
 }
 
