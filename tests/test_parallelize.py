@@ -276,6 +276,26 @@ def test_a_module_between_split_ones_must_be_in_the_plan() -> None:
     judge(Net(), 2, tp_size=2, tp_plan={**plan, "body.stack.*.inner_norm": "replicate"})
 
 
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ({"layers.*.mlp.up": "replicate"}, "layers.0.mlp.down is rowwise, but it takes a slice, and no module of layers.0.mlp"),
+        ({"layers.*.mlp.down": "rowwise_rep"}, "layers.0.mlp.up is colwise, but no module of layers.0.mlp takes slices"),
+        (
+            {"layers.*.attention.k_proj": "replicate"},
+            "k_proj is replicate, but it returns all features, while layers.0.attention.",
+        ),
+        ({"layers.*.attention.v_proj": "colwise_rep"}, "v_proj is colwise_gather_output, but it returns all features, while"),
+        ({"head": "colwise"}, "head is colwise, but the output of the model would be a slice"),
+    ],
+)
+def test_slices_that_meet_whole_activations_are_refused(rules: dict[str, str], said: str) -> None:
+    text = refusal(models.make("gpt"), 2, tp_size=2, tp_plan=rules)
+    assert said in text
+    assert "\n  try: {" in text
+    assert text.endswith("or parallelism.tp_plan=auto")
+
+
 # Sequence parallelism
 
 

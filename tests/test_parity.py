@@ -111,9 +111,10 @@ def test_ranks_with_different_models_refuse_together() -> None:
     assert texts[1].startswith(f"{said}, and some rank refused its own\n")
 
 
-def test_a_sequence_that_does_not_divide_is_refused_on_every_rank() -> None:
-    for seen in observations(2):
-        assert seen["odd_sequence"] == (
+@pytest.mark.parametrize(("size", "name"), [(2, "odd_sequence"), (4, "odd_pipeline")])
+def test_a_sequence_that_does_not_divide_is_refused_on_every_rank(size: int, name: str) -> None:
+    for seen in observations(size):
+        assert seen[name] == (
             "parallelism.enable_sequence_parallel: a sequence of 11 does not divide over parallelism.tp_size=2: 11 % 2 = 1\n"
             "  try: sequences of 10 or 12, or parallelism.enable_sequence_parallel=false"
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ..config import FSDPConfig, ParallelismConfig
@@ -47,6 +48,10 @@ def shard(module: nn.Module, recipe: Recipe, context: ParallelContext) -> None:
     for _, unit in recipe.present(recipe.units, module):
         if unit is not module:
             fully_shard(unit, mp_policy=precision, **policy)
+    # Backward begins with what the root holds (norm, head): freed after forward, it would be gathered again at once.
+    # ``None`` is torch's word for "unless this is the root of all".
+    if recipe.config.fsdp.reshard_after_forward:
+        policy["reshard_after_forward"] = None
     fully_shard(module, mp_policy=replace(precision, output_dtype=torch.float32), **policy)
 
 
@@ -80,10 +85,18 @@ def _policy(fsdp: FSDPConfig, context: ParallelContext) -> dict[str, Any]:
     # Pinned memory makes the copies to an accelerator asynchronous; without one there is nothing to pin for.
     offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy()
     return {
-        "mesh": context.mesh["dp_replicate", "fsdp"],
+        "mesh": _mesh(context),
         "reshard_after_forward": fsdp.reshard_after_forward,
         "offload_policy": offload,
     }
+
+
+def _mesh(context: ParallelContext) -> DeviceMesh:
+    """The one place where a degree of 1 is looked at: torch all-reduces over the replicas even if there is only one.
+
+    That is a collective per unit and step for nothing; with the root gathered twice it was 10% of a step of the training example.
+    """
+    return context.mesh["dp_replicate", "fsdp"] if context.topology.dp_replicate > 1 else context.mesh["fsdp"]
 
 
 def _named_units(model: nn.Module, entries: list[str], key: str) -> list[str]:

@@ -8,6 +8,7 @@ of five numbers, the first collective of all, has every rank refuse when one doe
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -87,7 +88,8 @@ def _pipeline(model: nn.Module, recipe: Recipe, context: ParallelContext) -> Pip
     pieces = cut(model, plan_pipeline(model, recipe.config, context.topology, recipe.key), context)
     for part in pieces.parts.values():
         apply(part, recipe, context)
-    return PipelinedModel(pieces, context)
+    judge_length = partial(sequence.judge_call, context.topology.tp, recipe.key)
+    return PipelinedModel(pieces, context, judge_length if recipe.config.enable_sequence_parallel else None)
 
 
 def prepare(model: nn.Module, context: ParallelContext, *, config: Any = None) -> Recipe:

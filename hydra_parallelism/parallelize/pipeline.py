@@ -29,6 +29,7 @@ from .merge import adopt
 from .part import Call, Part, QuietStage
 from .relay import Relay
 from .stages import Unit, choose_microbatches, divide, rank_of, splits_backward, stages_of
+from .stand_ins import Judge
 from .units import cut_out, find_units, furnish, refuse_shared, take_shapes
 
 __all__ = ["Cut", "PipelinePlan", "PipelinedModel", "cut", "plan_pipeline"]
@@ -97,13 +98,21 @@ class PipelinedModel(nn.Module):
     Train it with :func:`hydra_parallelism.forward_backward`. Calling it runs forward only, under ``torch.no_grad()``.
     """
 
-    def __init__(self, pieces: Cut, context: ParallelContext) -> None:
-        """Make the stages run, after the other axes have been applied to each of ``pieces.parts``."""
+    def __init__(self, pieces: Cut, context: ParallelContext, judge_block: Judge | None = None) -> None:
+        """Make the stages run, after the other axes have been applied to each of ``pieces.parts``.
+
+        Args:
+            pieces: What this rank keeps of the model.
+            context: The context.
+            judge_block: Asked on every rank about each new kind of call of the first block, before anything is sent.
+        """
         super().__init__()
         plan = self.pipeline_plan = pieces.plan
         self._context, self._group = context, context.mesh["pp"].get_group()
         bare = [unit.name for unit in plan.units if unit.is_bare]
         stand_ins = furnish(pieces.skeleton, plan.units, pieces.shapes, context.device)
+        for name in [unit.name for unit in plan.units if unit.is_block][:1]:
+            stand_ins[name].judge = judge_block
         self._flow = (Flow(pieces.skeleton, stand_ins, bare, plan.division, plan.key),)  # a tuple hides its modules
         self._parts = tuple(self._furnish(stage, module, pieces) for stage, module in pieces.parts.items())
         self._is_end = len(plan.division) - 1 in pieces.parts

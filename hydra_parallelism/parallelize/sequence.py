@@ -25,7 +25,7 @@ from ..errors import ConfigurationError
 from .recipe import Recipe
 from .styles import STYLES, build, own
 
-__all__ = ["HEADS", "enclose", "judge", "placements"]
+__all__ = ["HEADS", "enclose", "judge", "judge_call", "placements"]
 
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 """Attributes in which models keep the number of query heads."""
@@ -93,7 +93,7 @@ def enclose(module: nn.Module, recipe: Recipe, mesh: DeviceMesh) -> None:
 
 
 def _at_entrance(
-    change: Callable[[Tensor], Tensor], module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
+    change: Callable[[Tensor], Tensor], module: nn.Module | None, inputs: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Change the hidden states among the arguments of a module: the first positional one, or the one called so."""
     if inputs:
@@ -106,16 +106,32 @@ def _at_exit(change: Callable[[Tensor], Tensor], module: nn.Module, inputs: tupl
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
-def _cut(mesh: DeviceMesh, key: str, hidden: Tensor) -> Tensor:
-    """The slice of this rank of (batch, sequence, width) along the sequence."""
-    length, tp = hidden.shape[_SEQUENCE], mesh.size()
+def judge_call(tp: int, key: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Refuse a call of the first block whose sequence does not divide. Pure.
+
+    For a pipeline, whose other stages would wait for what the first one refuses.
+
+    Raises:
+        ConfigurationError: Its text has the nearest lengths that do.
+    """
+    _at_entrance(partial(_judge_length, tp, key), None, inputs, options)
+
+
+def _judge_length(tp: int, key: str, hidden: Tensor) -> Tensor:
+    length = hidden.shape[_SEQUENCE]
     if length % tp:
+        near = [f"{n}" for n in (length - length % tp, length + tp - length % tp) if n]
         raise ConfigurationError(
             f"{key}.enable_sequence_parallel: a sequence of {length} does not divide over {key}.tp_size={tp}: "
             f"{length} % {tp} = {length % tp}\n"
-            f"  try: sequences of {length - length % tp or tp} or {length + tp - length % tp}, "
-            f"or {key}.enable_sequence_parallel=false"
+            f"  try: sequences of {' or '.join(near)}, or {key}.enable_sequence_parallel=false"
         )
+    return hidden
+
+
+def _cut(mesh: DeviceMesh, key: str, hidden: Tensor) -> Tensor:
+    """The slice of this rank of (batch, sequence, width) along the sequence."""
+    _judge_length(mesh.size(), key, hidden)
     return DTensor.from_local(hidden, mesh, [Replicate()]).redistribute(placements=[Shard(_SEQUENCE)]).to_local()
 
 

@@ -18,10 +18,13 @@ from torch import Tensor, nn
 
 from .. import _compat
 
-__all__ = ["StandIn", "Traced", "meta_copy", "sources", "trace"]
+__all__ = ["Judge", "StandIn", "Traced", "meta_copy", "sources", "trace"]
 
 Visit = Callable[[str, list[Any]], None]
 """Told the name of a unit and the flat arguments of its call."""
+
+Judge = Callable[[tuple[Any, ...], dict[str, Any]], None]
+"""Told the arguments of a call."""
 
 _SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _LIKE = {
@@ -83,6 +86,8 @@ class StandIn(nn.Module):
         self.device = device
         self.visit: Visit | None = None
         """Set while the flow of the model is traced."""
+        self.judge: Judge | None = None
+        """Asked, while the flow is traced, whether it can be called so; raises if not."""
         self.received: list[Any] | None = None
         """Flat arguments of the last call, kept where the next stage begins."""
         self.keeps = False
@@ -103,6 +108,8 @@ class StandIn(nn.Module):
         leaves, spec = _compat.flatten((args, kwargs))
         if self.visit is not None:
             self.visit(self.name, leaves)
+            if self.judge is not None:
+                self.judge(args, kwargs)
         if self.keeps:
             self.received = leaves
         shapes, out_spec = self._shapes(leaves, spec)

@@ -78,7 +78,8 @@ def find_zones(model: nn.Module, rules: Mapping[str, str], block_names: tuple[st
     parent of a module that returns or takes slices, the root apart.
 
     Raises:
-        ConfigurationError: A module with parameters inside a zone that the plan is silent about, or heads that do not divide.
+        ConfigurationError: A module with parameters inside a zone that the plan is silent about, heads that do not divide, or
+            slices that are not taken as such.
     """
     found: dict[str, bool] = {}
     for name, style in rules.items():
@@ -86,6 +87,7 @@ def find_zones(model: nn.Module, rules: Mapping[str, str], block_names: tuple[st
         in_block = any(f"{zone}.".startswith(f"{block}.") for block in block_names)
         if zone and (slices or (in_block and STYLES[style].dim is not None)):
             found[zone] = found.get(zone, False) or slices
+    _judge_root({name: style for name, style in rules.items() if not _zone(name, block_names)}, key)
     for zone in (zone for zone, slices in found.items() if slices):
         inner = [name for name in rules if name.startswith(f"{zone}.")]
         for silent in _silent(model, zone, rules):
@@ -96,6 +98,7 @@ def find_zones(model: nn.Module, rules: Mapping[str, str], block_names: tuple[st
                 f"{{{_starred(silent)}: replicate}} if it sees all of them"
             )
         _judge_heads(model.get_submodule(zone), zone, inner, tp, key)
+        _judge_slices(model, zone, {name: rules[name] for name in inner}, key)
     return tuple(found)
 
 
@@ -138,6 +141,46 @@ def _judge(module: nn.Module, name: str, style: str, tp: int, config: Parallelis
             f"{shape[kind.dim]} along dim {kind.dim}{halves}, {size} % {tp} = {size % tp}\n"
             f"  try: {key}.tp_size={_divisor_below(size, tp)}, or another size of the model"
         )
+
+
+def _judge_root(rules: Mapping[str, str], key: str) -> None:
+    """Outside all zones a slice is no better, but for the logits of a loss that knows."""
+    ends = any(STYLES[style].splits == "in" for style in rules.values())
+    for name, style in rules.items():
+        if STYLES[style].splits == "out" and style != "colwise_vocab" and not ends:
+            _refuse_slices(name, style, "the output of the model would be a slice", "colwise_gather_output", key)
+
+
+def _judge_slices(model: nn.Module, zone: str, rules: Mapping[str, str], key: str) -> None:
+    """What leaves a module as a slice must be taken as one, and what is mixed with slices must be one too.
+
+    Where activations go is not known here. But a zone gives back whole activations, so it takes a module that makes slices and
+    one that ends them; and modules that read equally wide inputs (queries, keys and values, gate and up) meet again soon.
+    """
+    sides = {side: [name for name, style in rules.items() if STYLES[style].splits == side] for side in ("out", "in")}
+    if not sides["in"]:
+        name = sides["out"][0]
+        why = f"no module of {zone} takes slices, so what leaves it would be one"
+        _refuse_slices(name, rules[name], why, "colwise_gather_output", key)
+    if not sides["out"]:
+        name = sides["in"][0]
+        _refuse_slices(name, rules[name], f"it takes a slice, and no module of {zone} returns one", "rowwise_split_input", key)
+    widths = {_width(model, name): name for name in sides["out"]}
+    for name, style in rules.items():
+        beside = widths.get(_width(model, name))
+        if beside and style in ("replicate", "colwise_gather_output") and isinstance(model.get_submodule(name), nn.Linear):
+            why = f"it returns all features, while {beside} ({rules[beside]}) beside it, on an input as wide, returns a slice"
+            _refuse_slices(name, style, why, rules[beside], key)
+
+
+def _width(model: nn.Module, name: str) -> int | None:
+    return getattr(model.get_submodule(name), "in_features", None)
+
+
+def _refuse_slices(name: str, style: str, why: str, instead: str, key: str) -> None:
+    raise ConfigurationError(
+        f"{key}.tp_plan: {name} is {style}, but {why}\n  try: {{{_starred(name)}: {instead}}}, or {key}.tp_plan=auto"
+    )
 
 
 def _judge_heads(module: nn.Module, zone: str, rules: list[str], tp: int, key: str) -> None:

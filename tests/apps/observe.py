@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hydra_parallelism import ConfigurationError, ParallelContext, parallel_context, parallelize
+from hydra_parallelism import forward_backward, ConfigurationError, ParallelContext, parallel_context, parallelize
 
 BF16 = {"fsdp": {"mixed_precision": "bf16"}}
 TP = {"tp_size": 2, "tp_plan": "auto"}
@@ -128,6 +128,13 @@ def odd_sequence(context: ParallelContext) -> str:
     return refusal(lambda: model(TOKENS[:, :11]))
 
 
+def odd_pipeline(context: ParallelContext) -> str:
+    """The same in a pipeline, whose later stages would wait for what the first one refuses."""
+    model = parallelize(models.make("gpt"), context)
+    tokens = TOKENS[:, :11]
+    return refusal(lambda: forward_backward(model, tokens, tokens, lambda logits, _: logits.mean()))
+
+
 def everything(size: int) -> dict[str, tuple[dict[str, Any], Any]]:
     """Observation -> config and function, by world size."""
     if size == 1:
@@ -135,6 +142,10 @@ def everything(size: int) -> dict[str, tuple[dict[str, Any], Any]]:
     if size == 4:
         return {
             "bf16": ({"dp_shard": 4, **BF16}, dtypes),
+            "odd_pipeline": (
+                {"pp_size": 2, **TP, "enable_sequence_parallel": True, "pipeline": {"schedule": "GPipe", "microbatches": 1}},
+                odd_pipeline,
+            ),
             "structure": ({"dp_shard": 2, **TP}, structure),
         }
     return {
