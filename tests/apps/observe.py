@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hydra_parallelism import forward_backward, ConfigurationError, ParallelContext, parallel_context, parallelize
+from hydra_parallelism import ConfigurationError, ParallelContext, forward_backward, parallel_context, parallelize
 
 BF16 = {"fsdp": {"mixed_precision": "bf16"}}
 TP = {"tp_size": 2, "tp_plan": "auto"}
