@@ -148,13 +148,14 @@ def llama_ways(_: dict[str, Any]) -> list[Way]:
 
 
 def accelerate_way(model: nn.Module) -> Way:
-    """Accelerate's FSDP2, on CPU."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    """Accelerate's FSDP2. Its state knows FSDP on accelerators only (DDP on a CPU), so it is told afterwards."""
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False, reshard_after_forward=True
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     if not hasattr(model, "unshard"):

@@ -94,7 +94,7 @@ def _policy(fsdp: FSDPConfig, context: ParallelContext) -> dict[str, Any]:
 def _mesh(context: ParallelContext) -> DeviceMesh:
     """The one place where a degree of 1 is looked at: torch all-reduces over the replicas even if there is only one.
 
-    That is a collective per unit and step for nothing; with the root gathered twice it was a tenth of a step of the example.
+    That is a collective per unit and step for nothing; with the root gathered twice it was 10% of a small step.
     """
     return context.mesh["dp_replicate", "fsdp"] if context.topology.dp_replicate > 1 else context.mesh["fsdp"]
 
