@@ -72,7 +72,9 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp
     """One step of the optimizer; returns this rank's mean loss before it."""
     optimizer.zero_grad()
     # The same call whether the model is cut into pipeline stages or not.
-    scaled = hydra_parallelism.forward_backward(model, windows[:, :-1], windows[:, 1:], lambda *pair: scaler.scale(loss_of(*pair)))
+    scaled = hydra_parallelism.forward_backward(
+        model, windows[:, :-1], windows[:, 1:], lambda *pair: scaler.scale(loss_of(*pair))
+    )
     loss = scaled / scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
