@@ -47,5 +47,6 @@ def reports(size: int) -> list[dict[str, Any]]:
     command = python("world.py", told, warnings="default") if size == 1 else torchrun(size, "world.py", told)
     outcome = run(command, folder(), deadline=DEADLINE)
     assert outcome.code == 0, outcome.text[-8000:]
+    (folder() / f"world{size}.txt").write_text(outcome.text)
     assert "returned a view tensor" not in outcome.text
     return [json.loads((folder() / f"rank{rank}.json").read_text()) for rank in range(size)]

@@ -93,28 +93,30 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     report: dict[str, Any] = {}
     with parallel_context({**config, "runtime": {"timeout_s": 240}}) as context:
         model = build(case)
-        first = [local(parameter).clone() for parameter in model.parameters()]
+        parameters = dict(model.named_parameters())
+        first = {name: local(parameter).clone() for name, parameter in parameters.items()}
         for kind in case["optimizers"]:
-            for parameter, value in zip(model.parameters(), first, strict=True):
-                local(parameter).copy_(value)
-            report |= {f"{kind} {name}": value for name, value in train(model, case, kind, context).items()}
+            model.reshard()  # an evaluation leaves gathered parameters in place, and uses them again
+            for name, value in first.items():
+                local(parameters[name]).copy_(value)
+            report |= {f"{kind} {what}": value for what, value in train(model, parameters, case, kind, context).items()}
         report["covers"] = covers(model, reference(case, kind)[2], context)
-        del model, parameter
+        del model, parameters
     return report
 
 
-def train(model: nn.Module, case: dict[str, Any], kind: str, context: Any) -> dict[str, float]:
+def train(model: nn.Module, parameters: dict[str, Any], case: dict[str, Any], kind: str, context: Any) -> dict[str, float]:
     """How far three steps and an evaluation are from one process."""
     losses, norms, weights, output = reference(case, kind)
     report = {"loss": 0.0, "norm": 0.0, "weight": 0.0}
-    optimizer = optimizer_of(kind, model.parameters())
+    optimizer = optimizer_of(kind, parameters.values())
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = train_step(model, case, step, context)
         report["loss"] = max(report["loss"], abs(loss - losses[step]))
         report["norm"] = max(report["norm"], relative(clip_grad_norm_(model, LIMIT).item(), norms[step]))
         optimizer.step()
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         report["weight"] = max(report["weight"], (full(parameter) - weights[name]).abs().max().item())
     with torch.no_grad():
         found = call(model, case, share_of(tiny.batch(0, case["batch"]).inputs, context))
