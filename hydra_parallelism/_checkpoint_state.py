@@ -26,11 +26,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
 
 from ._checkpoint_files import unite
 from .errors import ConfigurationError
+from .parallelize.pipeline import PipelinedModel
 
-__all__ = ["apply", "check", "collect", "target"]
+__all__ = ["apply", "check", "collect", "settle", "target"]
 
 _MODEL, _STATE, _SETTINGS = "model.", "optimizer.state.", "optimizer.settings."
 _SHOWN = 5
@@ -130,7 +132,18 @@ def _compare(saved: Mapping[str, _Shape], held: Mapping[str, _Shape]) -> None:
 
 
 def _of_model(model: nn.Module) -> State:
+    settle(model)
     return {_MODEL + name: value for name, value in get_model_state_dict(model).items()}
+
+
+def settle(model: nn.Module) -> None:
+    """Put the sharded parameters back in place, which the optimizer has and a checkpoint names.
+
+    A forward without a backward leaves gathered ones there: of FSDP's root always, of the others as the policy says.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule | PipelinedModel):
+            module.reshard()
 
 
 def _of_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:

@@ -209,6 +209,7 @@ def _write(path: Path, whole: dict[str, Any]) -> None:
 def _gather(model: nn.Module) -> dict[str, Any]:
     """The whole state dict on rank 0, on the CPU, and nothing elsewhere. Collective over the world."""
     rank = dist.get_rank() if dist.is_initialized() else 0
+    states.settle(model)
     held = get_model_state_dict(model)
     owners: dict[str, int] = {}
     for owner, names in enumerate(files.unite(list(held))):

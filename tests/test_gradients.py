@@ -1,49 +1,30 @@
 """The norm of gradients and the mean of losses against one process, on real gloo ranks and on one."""
 
-import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import worlds
+from apps import jobs
 from hydra_parallelism import ConfigurationError, ParallelismError, average_loss, clip_grad_norm_, parallel_context
-from processes import run, torchrun
 
-pytestmark = pytest.mark.timeout(300)  # one start serves many tests
+pytestmark = pytest.mark.timeout(worlds.DEADLINE)
 
-FOUR: dict[str, list[dict[str, Any]]] = {
-    "ddp": [{"dp_replicate": 4}, {}],
-    "hsdp": [{"dp_replicate": 2, "dp_shard": 2}, {}],
-    "fsdp_tp": [{"dp_shard": 2, "tp_size": 2}, {}],
-    "tp": [{"tp_size": 4}, {"shard": False}],
-    "sp": [{"dp_shard": 2, "tp_size": 2}, {"sequence": True}],
-    "pp_fsdp": [{"pp_size": 2, "dp_shard": 2}, {}],
-    "pp": [{"pp_size": 4}, {"shard": False}],
-}
-EIGHT: dict[str, list[dict[str, Any]]] = {
-    "pp_fsdp_tp": [{"pp_size": 2, "dp_shard": 2, "tp_size": 2}, {}],
-    "made_up": [{"dp_replicate": 2, "dp_shard": 2, "tp_size": 2, "ep_size": 4}, {"made_up": True}],
-}
+FOUR = jobs.NORMS[4]
 
 
-def reports(layouts: dict[str, Any], size: int, folder: Path) -> list[dict[str, Any]]:
-    outcome = run(torchrun(size, "norms.py", json.dumps(layouts)), folder, deadline=280)
-    assert outcome.code == 0, outcome.text
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(size)]
+@pytest.fixture
+def four() -> list[dict[str, Any]]:
+    return [rank["norms"] for rank in worlds.reports(4)]
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return reports(FOUR, 4, tmp_path_factory.mktemp("four"))
-
-
-@pytest.fixture(scope="module")
-def eight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return reports(EIGHT, 8, tmp_path_factory.mktemp("eight"))
+@pytest.fixture
+def eight() -> list[dict[str, Any]]:
+    return [rank["norms"] for rank in worlds.reports(8)]
 
 
 def check_model(ranks: list[dict[str, Any]]) -> None:

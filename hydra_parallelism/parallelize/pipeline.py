@@ -168,6 +168,13 @@ class PipelinedModel(nn.Module):
         self._assemble()
         return self
 
+    def reshard(self) -> None:
+        """Have every stage free the parameters that FSDP has gathered, as ``FSDPModule.reshard`` does."""
+        for part in self._parts:
+            for module in part.module.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
     @property
     def local_stages(self) -> tuple[int, ...]:
         """The stages that this rank holds."""

@@ -12,7 +12,8 @@ class Case:
     name: str
     config: dict[str, Any]
     model: str = "gpt"
-    optimizer: str = "sgd"
+    optimizers: tuple[str, ...] = ("adamw",)
+    """Trained with one after the other, from the same weights."""
     trick: str = ""
     """What is done differently: ``seeds``, ``meta``, ``vocabulary``, or a mistake that must be noticed."""
 
@@ -84,7 +85,7 @@ EXTRAS: dict[int, list[Case]] = {
         Case("tp2_seeds", {"tp_size": 2, **_TP}, trick="seeds"),
     ],
     4: [
-        Case("fsdp2_tp2_sp_recompute", {"dp_shard": 2, "tp_size": 2, **_SP, "activation_checkpointing": 2}, "llama", "adamw"),
+        Case("fsdp2_tp2_sp_recompute", {"dp_shard": 2, "tp_size": 2, **_SP, "activation_checkpointing": 2}, "llama"),
         Case("fsdp2_tp2_sp_meta", {"dp_shard": 2, "tp_size": 2, **_SP}, "llama", trick="meta"),
         Case("replicate2_tp2_offload", {"dp_replicate": 2, "tp_size": 2, **_TP, "fsdp": {"cpu_offload": True}}),
     ],
@@ -99,17 +100,24 @@ MISTAKES: dict[int, list[Case]] = {
 """Wrong on purpose: the comparison must say so."""
 
 
+OBSERVED = (1, 2, 4)
+"""World sizes of observe.py."""
+
+_ALSO: dict[str, set[str]] = {
+    "llama": {"one_sp", "fsdp2", "tp2", "tp2_sp", "tp3_sp", "fsdp4", "tp4_sp", "fsdp2_tp2", "fsdp2_tp2_sp", "hsdp2x2_tp2_sp"},
+    "packed": {"tp2", "tp2_sp", "fsdp2_tp2_sp"},
+    "odd": {"fsdp2", "tp2", "fsdp3", "fsdp4", "hsdp2x2", "fsdp2_tp2_sp", "replicate2_tp2"},
+}
+"""Other models than the GPT, and the layouts that they have something to add to."""
+
+
 def cases(size: int) -> Iterator[Case]:
-    """Every case of a world size: both optimizers on the GPT, one each on the other models where they have something to add."""
+    """Every case of a world size, those of one layout together: the GPT with both optimizers everywhere."""
     for name, config in LAYOUTS[size].items():
-        tensor = config.get("tp_size", 1)
-        yield Case(name, config, "gpt", "sgd")
-        yield Case(name, config, "gpt", "adamw")
-        yield Case(name, config, "llama", "adamw")
-        if tensor == 2 and size in (2, 4):
-            yield Case(name, config, "packed", "sgd")
-        if size > 1 and tensor <= 2:
-            yield Case(name, config, "odd", "sgd")
+        yield Case(name, config, "gpt", ("sgd", "adamw"))
+        for model, layouts in _ALSO.items():
+            if name in layouts:
+                yield Case(name, config, model)
     yield from EXTRAS.get(size, [])
     yield from MISTAKES.get(size, [])
 

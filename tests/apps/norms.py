@@ -1,8 +1,6 @@
-"""Clip gradients and average losses under each layout given as JSON, and report how far off one process they are."""
+"""Clip gradients and average losses under each of some layouts, and report how far off one process they are."""
 
-import json
 import math
-import sys
 from typing import Any
 
 import by_hand
@@ -121,24 +119,20 @@ def losses(context: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Report on each layout given as ``{name: [config, options of the job]}``."""
-    report: dict[str, Any] = {}
-    for name, (config, options) in json.loads(sys.argv[1]).items():
+def report(layouts: dict[str, Any]) -> dict[str, Any]:
+    """On each layout given as ``{name: [config, options of the job]}``."""
+    found: dict[str, Any] = {}
+    for name, (config, options) in layouts.items():
         with parallel_context(config) as context:
             if options.pop("made_up", False):
-                report[name] = made_up(context)
+                found[name] = made_up(context)
                 continue
             job = by_hand.Job(context, **options)
             loss = average_loss(job.backward(0)).item()
             model = by_hand.make()
             tokens, targets = by_hand.batch(0)
-            report[name] = clip(job) | {"loss_off": abs(loss - by_hand.loss_of(model(tokens), targets).item())}
-            report[name] |= {"odd": odd_ones(context), "losses": losses(context), "dp_rank": context.dp_rank}
-            report[name] |= {"seed": seed_for(7), "samples": list(distributed_sampler(range(10), seed=3))}
+            found[name] = clip(job) | {"loss_off": abs(loss - by_hand.loss_of(model(tokens), targets).item())}
+            found[name] |= {"odd": odd_ones(context), "losses": losses(context), "dp_rank": context.dp_rank}
+            found[name] |= {"seed": seed_for(7), "samples": list(distributed_sampler(range(10), seed=3))}
             del job, model
-    by_hand.tell(report)
-
-
-if __name__ == "__main__":
-    main()
+    return found

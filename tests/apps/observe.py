@@ -1,10 +1,7 @@
 """What ``parallelize`` leaves behind, seen from inside: dtypes, names, units, ties, and refusals that several ranks share."""
 
-import json
-import os
 from typing import Any
 
-import _app
 import models
 import torch
 from torch import nn
@@ -160,15 +157,10 @@ def everything(size: int) -> dict[str, tuple[dict[str, Any], Any]]:
     }
 
 
-def main() -> None:
-    """Report every observation of this world size, one JSON line a rank."""
-    report: dict[str, Any] = {}
-    for name, (config, look) in everything(int(os.environ.get("WORLD_SIZE", "1"))).items():
-        with parallel_context({**config, "runtime": {"timeout_s": 60}}) as context:
-            report[name] = look(context)
-    _app.say(f"BODY {json.dumps(report)}")
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main()
+def report(size: int) -> dict[str, Any]:
+    """Every observation of a world size."""
+    found: dict[str, Any] = {}
+    for name, (config, look) in everything(size).items():
+        with parallel_context({**config, "runtime": {"timeout_s": 240}}) as context:
+            found[name] = look(context)
+    return found

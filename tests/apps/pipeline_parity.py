@@ -1,8 +1,6 @@
-"""Train under one layout after another, in one start of the processes, and compare each with one process: a line per rank."""
+"""Train under one layout after another, in one start of the processes, and compare each with one process."""
 
-import json
 import os
-import sys
 import traceback
 from typing import Any
 
@@ -13,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hydra_parallelism import accumulate, forward_backward, parallel_context, parallelize
+from hydra_parallelism import accumulate, average_loss, clip_grad_norm_, forward_backward, parallel_context, parallelize
 
-STEPS = 3
+STEPS, LIMIT = 3, 0.5
 PLAN = {
     "layers.*.attention.[qkv]_proj": "colwise", "layers.*.attention.o_proj": "rowwise",
     "layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise",
@@ -23,12 +21,19 @@ PLAN = {
 
 
 def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1) if name == "sgd" else torch.optim.AdamW(parameters, lr=1e-2, eps=1e-5)
+    return (
+        torch.optim.SGD(parameters, lr=0.1) if name == "sgd" else torch.optim.AdamW(parameters, lr=1e-2, eps=1e-5, fused=True)
+    )
 
 
 def full(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def inputs_of(case: dict[str, Any], tokens: Tensor) -> Any:
@@ -43,10 +48,10 @@ def calls_of(case: dict[str, Any], step: int) -> list[tuple[Tensor, Tensor]]:
     return [(x[:, :length], y[:, :length]) for (x, y), length in zip(pairs, lengths, strict=True)]
 
 
-def reference(case: dict[str, Any]) -> tuple[list[float], list[float], dict[str, Tensor], Any]:
+def reference(case: dict[str, Any], kind: str) -> tuple[list[float], list[float], dict[str, Tensor], Any]:
     """One process, plain torch."""
     model = tiny.make(case["model"], **case.get("sizes", {}))
-    optimizer = optimizer_of(case["optimizer"], model.parameters())
+    optimizer = optimizer_of(kind, model.parameters())
     losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -54,7 +59,7 @@ def reference(case: dict[str, Any]) -> tuple[list[float], list[float], dict[str,
         loss = sum(tiny.cross_entropy(call(model, case, x), y) for x, y in calls) / len(calls)
         loss.backward()
         losses.append(loss.item())
-        norms.append(torch.stack([p.grad.norm() for p in model.parameters()]).norm().item())
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), LIMIT).item())
         optimizer.step()
     with torch.no_grad():
         output = call(model, case, tiny.batch(0, case["batch"]).inputs)
@@ -75,45 +80,50 @@ def build(case: dict[str, Any]) -> nn.Module:
     return parallelize(model, state_dict=weights if int(os.environ["RANK"]) == 0 else {})
 
 
-def norm_of(model: nn.Module, context: Any) -> float:
-    squares = torch.stack([full(p.grad).norm() ** 2 for p in model.parameters() if p.grad is not None]).sum()
-    dist.all_reduce(squares, group=context.mesh["pp"].get_group())
-    return squares.sqrt().item()
-
-
 def relative(a: float, b: float) -> float:
     return abs(a - b) / abs(b)
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    """Train under the layout and compare."""
+    """Train under the layout, with one optimizer after the other from the same weights, and compare."""
     prefix = "model." if case["model"] == "llama" else ""
     config = {"tp_plan": {f"{prefix}{name}": style for name, style in PLAN.items()}, **case["config"]}
     if config.get("tp_size", 1) == 1:
         del config["tp_plan"]
-    losses, norms, weights, output = reference(case)
-    report: dict[str, Any] = {"loss": 0.0, "norm": 0.0, "weight": 0.0}
-    with parallel_context(config) as context:
+    report: dict[str, Any] = {}
+    with parallel_context({**config, "runtime": {"timeout_s": 240}}) as context:
         model = build(case)
-        optimizer = optimizer_of(case["optimizer"], model.parameters())
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss = train_step(model, case, step, context)
-            report["loss"] = max(report["loss"], abs(loss - losses[step]))
-            report["norm"] = max(report["norm"], relative(norm_of(model, context), norms[step]))
-            optimizer.step()
-        for name, parameter in model.named_parameters():
-            report["weight"] = max(report["weight"], (full(parameter) - weights[name]).abs().max().item())
-        tokens = share_of(tiny.batch(0, case["batch"]).inputs, context)
-        with torch.no_grad():
-            found = call(model, case, tokens)
-        if isinstance(output, dict):
-            assert found["loss"] is None
-            output, found = output["logits"], found["logits"]
-        report["output"] = (found - share_of(output, context)).abs().max().item()
-        report["covers"] = covers(model, weights, context)
-        del model, optimizer, parameter
+        parameters = dict(model.named_parameters())
+        first = {name: local(parameter).clone() for name, parameter in parameters.items()}
+        for kind in case["optimizers"]:
+            model.reshard()  # an evaluation leaves gathered parameters in place, and uses them again
+            for name, value in first.items():
+                local(parameters[name]).copy_(value)
+            report |= {f"{kind} {what}": value for what, value in train(model, parameters, case, kind, context).items()}
+        report["covers"] = covers(model, reference(case, kind)[2], context)
+        del model, parameters
     return report
+
+
+def train(model: nn.Module, parameters: dict[str, Any], case: dict[str, Any], kind: str, context: Any) -> dict[str, float]:
+    """How far three steps and an evaluation are from one process."""
+    losses, norms, weights, output = reference(case, kind)
+    report = {"loss": 0.0, "norm": 0.0, "weight": 0.0}
+    optimizer = optimizer_of(kind, parameters.values())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = train_step(model, case, step, context)
+        report["loss"] = max(report["loss"], abs(loss - losses[step]))
+        report["norm"] = max(report["norm"], relative(clip_grad_norm_(model, LIMIT).item(), norms[step]))
+        optimizer.step()
+    for name, parameter in parameters.items():
+        report["weight"] = max(report["weight"], (full(parameter) - weights[name]).abs().max().item())
+    with torch.no_grad():
+        found = call(model, case, share_of(tiny.batch(0, case["batch"]).inputs, context))
+    if isinstance(output, dict):
+        assert found["loss"] is None
+        output, found = output["logits"], found["logits"]
+    return report | {"output": (found - share_of(output, context)).abs().max().item()}
 
 
 def train_step(model: nn.Module, case: dict[str, Any], step: int, context: Any) -> float:
@@ -126,8 +136,7 @@ def train_step(model: nn.Module, case: dict[str, Any], step: int, context: Any) 
                 call(model, case, share_of(tiny.batch(0, case["batch"]).inputs, context))
         inputs, targets = (share_of(tensor, context) for tensor in calls[n])
         total += forward_backward(model, inputs_of(case, inputs), targets, tiny.cross_entropy) / len(calls)
-    dist.all_reduce(total, group=context.mesh["dp"].get_group())
-    return total.item() / context.dp_world_size
+    return average_loss(total).item()
 
 
 def share_of(tensor: Tensor, context: Any) -> Tensor:
@@ -142,20 +151,13 @@ def covers(model: nn.Module, weights: dict[str, Tensor], context: Any) -> bool:
     return held == sorted(model.state_dict()) and sorted(name for names in everything for name in names) == sorted(weights)
 
 
-def main() -> None:
-    """Run the cases given as a JSON object in the first argument: name -> case."""
-    rank = int(os.environ["RANK"])
-    only = sys.argv[2:]
-    for name, case in json.loads(sys.argv[1]).items():
-        if only and name not in only:
-            continue
+def report(cases: dict[str, Any]) -> dict[str, Any]:
+    """Run some cases: name -> case."""
+    found = {}
+    for name, case in cases.items():
         try:
-            report = run(case)
+            found[name] = run(case)
         except Exception:
-            _app.say(f"FAILED {name} on rank {rank}\n{traceback.format_exc()}")
+            _app.say(f"FAILED {name} on rank {os.environ['RANK']}\n{traceback.format_exc()}")
             os._exit(1)  # peers wait in collectives: end them through the agent
-        _app.say(f"BODY {json.dumps({'name': name, 'rank': rank, **report})}")
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -1,11 +1,10 @@
-"""Train two steps and save, or load and train two more, under each layout given as JSON; report how far off one process it is.
+"""Train two steps and save, or load and train two more, under one layout after another; report how far off one process it is.
 
-Jobs are ``[action, folder, config, options]``. ``config`` may be ``null``: one process without a process group.
+Jobs are ``[action, folder, config, options]``. ``config`` may be ``None``: rank 0 alone without a process group.
 """
 
-import json
 import logging
-import sys
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,20 @@ import by_hand
 import torch
 from torch import nn
 
-from hydra_parallelism import ParallelismError, average_loss, export, load, parallel_context, save
+from hydra_parallelism import (
+    ParallelContext,
+    ParallelismError,
+    average_loss,
+    clip_grad_norm_,
+    export,
+    forward_backward,
+    load,
+    parallel_context,
+    parallelize,
+    save,
+)
 
-_STEPS = 4
+_STEPS, LIMIT = 4, 0.5
 
 
 class Alone:
@@ -31,7 +41,45 @@ class Alone:
         self.optimizer.zero_grad()
         loss = by_hand.loss_of(self.model(tokens), targets)
         loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), LIMIT)
         return loss.detach()
+
+
+class Together:
+    """The job of a rank under a context."""
+
+    def __init__(self, context: ParallelContext, seed: int = 0, **sizes: int) -> None:
+        self.context = context
+        self.model = parallelize(by_hand.make(seed, **sizes), context)
+        self.optimizer = by_hand.adamw(self.model)
+
+    def backward(self, step: int) -> torch.Tensor:
+        tokens, targets = (part.chunk(self.context.dp_world_size)[self.context.dp_rank] for part in by_hand.batch(step))
+        self.optimizer.zero_grad()
+        loss = forward_backward(self.model, tokens, targets, by_hand.loss_of)
+        clip_grad_norm_(self.model, LIMIT)
+        return loss
+
+    def evaluate(self) -> None:
+        """Leaves gathered what the policy does not free after a forward, the root's parameters at least."""
+        with torch.no_grad():
+            self.model(by_hand.batch(0)[0])
+
+
+class ByHand(by_hand.Job):
+    """Plain tensors on every rank, which ``parallelize`` makes none of."""
+
+    def backward(self, step: int) -> torch.Tensor:
+        loss = super().backward(step)
+        clip_grad_norm_(self.model, LIMIT)
+        return loss
+
+
+def job_of(context: ParallelContext | None, seed: int, options: dict[str, Any]) -> Any:
+    """A model and its optimizer."""
+    if context is None:
+        return Alone(seed, **options)
+    return ByHand(context, seed=seed, **options) if "shard" in options else Together(context, seed, **options)
 
 
 def uninterrupted() -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -64,7 +112,7 @@ def work(action: str, folder: str, context: Any, options: dict[str, Any]) -> dic
     """One job."""
     losses, last, middle = REFERENCE
     seed = 0 if action.startswith("save") else 7
-    job = by_hand.Job(context, seed=seed, **options) if context else Alone(seed, **options)
+    job = job_of(context, seed, options)
     if action == "save untouched":
         save(folder, job.model, job.optimizer, extra={"step": 0})
         return {"loss_off": max(abs(a - b) for a, b in zip(train(job, range(_STEPS), context), losses))}
@@ -72,7 +120,11 @@ def work(action: str, folder: str, context: Any, options: dict[str, Any]) -> dic
         train(job, range(2), context)
         for group in job.optimizer.param_groups:
             group["lr"] = 2e-2  # as a scheduler would: it must come back, and go again
+        if isinstance(job, Together):
+            job.evaluate()
         save(folder, job.model, job.optimizer, extra={"step": 2, "who": context and context.rank})
+        if isinstance(job, Together):
+            job.evaluate()
         export(f"{folder}.pt", job.model)
         for group in job.optimizer.param_groups:
             group["lr"] = 1e-2
@@ -85,6 +137,8 @@ def work(action: str, folder: str, context: Any, options: dict[str, Any]) -> dic
             load(folder, job.model, job.optimizer)
         except ParallelismError as error:
             return {"text": str(error), "kind": type(error).__name__, "kept": not job.optimizer.state}
+    if isinstance(job, Together):
+        job.evaluate()
     extra = load(folder, job.model, job.optimizer)
     rates = {group["lr"] for group in job.optimizer.param_groups}
     for group in job.optimizer.param_groups:
@@ -98,24 +152,23 @@ def work(action: str, folder: str, context: Any, options: dict[str, Any]) -> dic
     }
 
 
-def main() -> None:
+def report(jobs: list[Any]) -> list[dict[str, Any]]:
     """Do the jobs, one after the other."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda entry: lines.append(entry.getMessage())  # type: ignore[method-assign]
     logging.getLogger("hydra_parallelism.checkpoint").addHandler(handler)
     logging.getLogger("hydra_parallelism.checkpoint").setLevel(logging.INFO)
-    report = []
-    for action, folder, config, options in json.loads(sys.argv[1]):
+    found: list[dict[str, Any]] = []
+    for action, folder, config, options in jobs:
         lines.clear()
+        if config is None and int(os.environ.get("RANK", "0")):
+            found.append({})
+            continue
         with nullcontext() if config is None else parallel_context(config) as context:
-            report.append(
-                work(action, folder, context, options) | {"log": [line.replace(f"{Path.cwd()}/", "") for line in lines]}
-            )
-    by_hand.tell(report)
+            result = work(action, folder, context, options)
+        found.append(result | {"log": [line.replace(f"{Path.cwd()}/", "") for line in lines]})
+    return found
 
 
 REFERENCE = uninterrupted()
-
-if __name__ == "__main__":
-    main()

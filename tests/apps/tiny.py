@@ -132,7 +132,7 @@ class TwoStreams(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, dim)
         self.blocks = nn.ModuleList(TwoStreams.Block(dim) for _ in range(layers))
-        self.head = nn.Linear(dim, VOCAB)
+        self.head = nn.Linear(dim, VOCAB, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)

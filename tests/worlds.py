@@ -1,0 +1,52 @@
+"""One start of processes for each world size, which all test files share: starting takes longer than most of what is tested.
+
+What a world does is listed in tests/apps (``layouts``, ``pipelines``, ``jobs``) and done by tests/apps/world.py.
+"""
+
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from apps import jobs, layouts, pipelines
+from processes import python, run, torchrun
+
+DEADLINE = 1200
+"""Seconds for a world, and for the test that happens to start it (and those before it): several times what they take."""
+
+_BEFORE: dict[int, tuple[int, ...]] = {1: (), 4: (1,), 2: (4,), 8: (2,), 3: ()}
+"""World size -> those whose checkpoints it reads."""
+
+
+@cache
+def folder() -> Path:
+    """Where the worlds write, for this session."""
+    holder = tempfile.TemporaryDirectory(prefix="worlds")
+    _kept.append(holder)
+    return Path(holder.name)
+
+
+_kept: list[Any] = []
+
+
+def work(size: int) -> dict[str, Any]:
+    """Piece of work -> its argument, in order."""
+    pieces: dict[str, Any] = {"resume": jobs.RESUME, "norms": jobs.NORMS, "pipelines": pipelines.CASES}
+    found = {name: by_size[size] for name, by_size in pieces.items() if size in by_size}
+    found |= {"refusals": None} if size == 2 else {}
+    return {"parity": size, **({"observe": size} if size in layouts.OBSERVED else {}), **found}
+
+
+@cache
+def reports(size: int) -> list[dict[str, Any]]:
+    """What each rank of a world tells: piece of work -> its report."""
+    for other in _BEFORE[size]:
+        reports(other)
+    told = json.dumps(work(size))
+    command = python("world.py", told, warnings="default") if size == 1 else torchrun(size, "world.py", told)
+    outcome = run(command, folder(), deadline=DEADLINE)
+    assert outcome.code == 0, outcome.text[-8000:]
+    (folder() / f"world{size}.txt").write_text(outcome.text)
+    assert "returned a view tensor" not in outcome.text
+    return [json.loads((folder() / f"rank{rank}.json").read_text()) for rank in range(size)]
