@@ -83,8 +83,12 @@ class ParallelismCallback(Callback):
         from . import runtime
 
         atexit.unregister(_leave_account_of_quitting)
-        if job_return.status is JobStatus.FAILED and isinstance(job_return._return_value, Exception):
-            self._report(job_return._return_value)
+        if job_return.status is JobStatus.FAILED:
+            error = job_return._return_value
+            if isinstance(error, Exception):
+                self._report(error)
+            else:
+                _leave_account_of_leaving(error, config.hydra.mode)
         if self._device_type is not None:
             memory.attach(job_return, [memory.peak(self._device_type)])
         runtime.shutdown()
@@ -185,6 +189,18 @@ class ParallelismCallback(Callback):
 
 def _leave_account_of_quitting() -> None:
     write_error_file(SystemExit(), kind=QUITTER, text="")
+
+
+def _leave_account_of_leaving(error: BaseException, mode: RunMode) -> None:
+    """Hydra 1.4 brings ``sys.exit`` and its like here. Told before the context goes down: peers fail because of that."""
+    if not worker.started_here() or isinstance(error, KeyboardInterrupt):  # the parent tells of an interruption
+        return
+    if not isinstance(error, SystemExit):
+        write_error_file(error)
+    elif mode == RunMode.RUN:
+        _leave_account_of_quitting()
+    elif error.code not in (None, 0):
+        write_error_file(error)
 
 
 def _caller_of_on_job_start() -> FrameType | None:
