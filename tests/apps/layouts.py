@@ -125,11 +125,9 @@ def cases(size: int) -> Iterator[Case]:
 LLAMA_LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp4": {"dp_shard": 4},
     "replicate2_tp2": {"dp_replicate": 2, "tp_size": 2, **_TP},
-    "tp4_sp": {"tp_size": 4, **_SP},
     "fsdp2_tp2": {"dp_shard": 2, "tp_size": 2, **_TP},
     "fsdp2_tp2_sp": {"dp_shard": 2, "tp_size": 2, **_SP},
     "pp2_tp2": {"pp_size": 2, "tp_size": 2, **_TP, "pipeline": {"microbatches": 4}},
-    "pp2_tp2_sp": {"pp_size": 2, "tp_size": 2, **_SP, "pipeline": {"microbatches": 4}},
     "pp2_fsdp2": {"pp_size": 2, "dp_shard": 2, "pipeline": {"microbatches": 4}},
 }
 """Layouts of 4 ranks for Transformers' models."""
@@ -140,3 +138,6 @@ LLAMAS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 8},
 }
 """Model -> what it has beside the sizes that all of them share."""
+
+LLAMA_RUNS = (("llama", "sgd"), ("llama", "adamw"), ("llama_tied", "sgd"), ("qwen3", "adamw"))
+"""Model and optimizer of each run under a layout."""

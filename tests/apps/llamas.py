@@ -15,7 +15,7 @@ import _app
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from layouts import LLAMA_LAYOUTS, LLAMAS
+from layouts import LLAMA_LAYOUTS, LLAMA_RUNS, LLAMAS
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -128,14 +128,13 @@ def main() -> None:
         if only not in layout:
             continue
         with parallel_context({**config, "runtime": {"timeout_s": 60}}) as context:
-            for kind in LLAMAS:
-                for optimizer in ("sgd", "adamw"):
-                    try:
-                        report = compare(train(kind, optimizer, context), reference(kind, optimizer), context)
-                    except ConfigurationError as error:  # the same on every rank
-                        report = {"refused": str(error)}
-                    if rank == 0:
-                        _app.say(f"BODY {json.dumps({'case': [layout, kind, optimizer], **report})}")
+            for kind, optimizer in LLAMA_RUNS:
+                try:
+                    report = compare(train(kind, optimizer, context), reference(kind, optimizer), context)
+                except ConfigurationError as error:  # the same on every rank
+                    report = {"refused": str(error)}
+                if rank == 0:
+                    _app.say(f"BODY {json.dumps({'case': [layout, kind, optimizer], **report})}")
 
 
 if __name__ == "__main__":
