@@ -44,7 +44,6 @@ def reports(size: int) -> list[dict[str, Any]]:
         reports(other)
     outcome = start(size)
     assert outcome.code == 0, outcome.text[-8000:]
-    assert "returned a view tensor" not in outcome.text
     return _read(size)
 
 
