@@ -8,10 +8,8 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hydra.utils import to_absolute_path
 from omegaconf import DictConfig
@@ -50,7 +48,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
         windows = text.batch(source, seed=cfg.train.seed, step=step, seq_len=cfg.model.seq_len, **share).to(context.device)
         loss = update(model, optimizer, scaler, windows)
         if (step + 1) % cfg.train.log_every == 0 or step in (0, steps - 1):
-            last = mean_over_dp(loss, context)
+            last = hydra_parallelism.average_loss(loss).item()
             if context.rank == 0:
                 logger.info("step %d/%d loss %.4f", step + 1, steps, last)
     tokens = max(steps - 1, 1) * cfg.train.batch_size * cfg.model.seq_len
@@ -84,13 +82,6 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean over all tokens."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def mean_over_dp(loss: Tensor, context: Any) -> float:
-    """Mean of the ranks' mean losses, which is that of the global batch: the shares are equal. Collective over ``dp``."""
-    total = loss.clone()
-    dist.all_reduce(total, group=context.mesh["dp"].get_group())
-    return total.item() / context.dp_world_size
 
 
 def progress(steps: int, rank: int) -> Iterator[int]:

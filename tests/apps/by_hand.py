@@ -1,7 +1,5 @@
 """A GPT under a layout, with torch's own calls and nothing of ``parallelize``: what gradients and checkpoints are tried on."""
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -134,8 +132,3 @@ class Job:
 def full(tensor: Tensor) -> Tensor:
     """The whole of a DTensor."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def tell(report: Any) -> None:
-    """Write a rank's report to the working directory: a line of this length would not stay in one piece on a shared pipe."""
-    Path(f"rank{os.environ.get('RANK', 0)}.json").write_text(json.dumps(report))
