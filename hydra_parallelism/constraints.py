@@ -13,7 +13,16 @@ from .config import ParallelismConfig
 from .errors import ConfigurationError
 from .topology import Topology, resolve
 
-__all__ = ["Feasible", "ModelConstraints", "feasible", "judge", "read_constraints", "read_switch", "violations"]
+__all__ = [
+    "Feasible",
+    "ModelConstraints",
+    "feasible",
+    "judge",
+    "read_constraints",
+    "read_switch",
+    "splits_sequence",
+    "violations",
+]
 
 CONSTRAINTS_KEY = "hydra.sweeper.constraints"
 
@@ -166,9 +175,12 @@ def feasible(config: Any, world_size: int, constraints: Any = None, *, key: str 
         topology = resolve(config, world_size, key=key, source=source)
     except ConfigurationError as error:
         return Feasible((str(error),))
-    # The switch is read only when it matters: it may be an interpolation that asks for degrees itself.
-    sequence_parallel = model.seq_len is not None and read_switch(config, "enable_sequence_parallel")
-    return Feasible(tuple(violations(topology, model, sequence_parallel)), topology)
+    return Feasible(tuple(violations(topology, model, splits_sequence(config, model))), topology)
+
+
+def splits_sequence(config: Any, model: ModelConstraints) -> bool:
+    """Whether ``tp`` divides the sequence too. Read only when it matters: it may be an interpolation that asks for degrees."""
+    return model.seq_len is not None and read_switch(config, "enable_sequence_parallel")
 
 
 def read_switch(config: Any, name: str) -> bool:

@@ -29,6 +29,7 @@ from .constraints import (
     judge,
     read_constraints,
     read_switch,
+    splits_sequence,
     violations,
 )
 from .errors import ConfigurationError
@@ -89,8 +90,8 @@ def enumerate_layouts(
     model = read_constraints(constraints)
     if model == ModelConstraints():
         return space.layouts()
-    sequence_parallel = model.seq_len is not None and read_switch(node, "enable_sequence_parallel")
-    return (layout for layout in space.layouts() if not violations(layout, model, sequence_parallel))
+    over_tp = splits_sequence(node, model)
+    return (layout for layout in space.layouts() if not violations(layout, model, over_tp))
 
 
 def count(

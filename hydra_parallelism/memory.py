@@ -21,6 +21,7 @@ def reset(device_type: str) -> None:
         import torch
 
         torch.cuda.reset_peak_memory_stats()
+        return
     with contextlib.suppress(OSError):  # not Linux, or not allowed: then the peak is that of the whole process
         Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
 

@@ -66,6 +66,20 @@ class _Job:
     def name(self) -> str:
         return f"#{self.number} {' '.join(filter_overrides(list(self.overrides)))}".rstrip()
 
+    @functools.cached_property
+    def result(self) -> JobReturn:
+        """What Hydra is told. Ask when the job is over: it is made once."""
+        result = JobReturn(overrides=list(self.overrides))
+        if self.config is not None:
+            result.hydra_cfg = OmegaConf.masked_copy(self.config, "hydra")
+            result.cfg = OmegaConf.masked_copy(self.config, [str(key) for key in self.config if key != "hydra"])
+            result.task_name = self.config.hydra.job.name
+            result.working_dir = str(self.folder) if self.config.hydra.job.chdir else os.getcwd()
+        memory.attach(result, self.peak_memory)
+        result.return_value = self.value if self.error is None else self.error
+        result.status = JobStatus.COMPLETED if self.error is None else JobStatus.FAILED
+        return result
+
 
 def launch(
     loader: ConfigLoader,
@@ -112,7 +126,7 @@ def launch(
     configure_log(config.hydra.hydra_logging, config.hydra.verbose)
     if watch is None:
         _summarize(jobs)
-    return [_result(job) for job in jobs]
+    return [job.result for job in jobs]
 
 
 def _prepare(loader: ConfigLoader, config: DictConfig, overrides: list[str], number: int) -> _Job:
@@ -121,8 +135,7 @@ def _prepare(loader: ConfigLoader, config: DictConfig, overrides: list[str], num
     try:
         job.config = _compose(loader, config, overrides, number)
         job.folder = Path(job.config.hydra.sweep.dir) / job.config.hydra.sweep.subdir
-        key = str(OmegaConf.select(job.config, "hydra.callbacks.parallelism.node") or "parallelism")
-        node = OmegaConf.select(job.config, key)
+        node, key = run_mode.node_of(job.config)
         if node is not None:
             target = run_mode.planned(job.config, node, key)
             job.topology = resolve(node, target.size, source=target.source(), key=key)
@@ -185,7 +198,7 @@ class _Log:
 def _run_all(jobs: list[_Job], at_a_time: int, slots: Slots, watch: Watch) -> None:
     for job in jobs:
         if job.error is not None:
-            watch.ended(job.number, _result(job), 0.0)
+            watch.ended(job.number, job.result, 0.0)
     ready = [job for job in jobs if job.error is None]
     if at_a_time == 1:
         for job in ready:
@@ -212,7 +225,7 @@ def _run_in_slots(job: _Job, slots: Slots, watch: Watch, stop: threading.Event) 
             _run(job, devices, watch, stop)
     except LaunchError as error:  # more processes than there are accelerators
         job.error = error
-        watch.ended(job.number, _result(job), 0.0)
+        watch.ended(job.number, job.result, 0.0)
 
 
 def _wait(futures: list["Future[None]"]) -> None:
@@ -243,7 +256,7 @@ def _run(job: _Job, devices: str | None, watch: Watch, stop: threading.Event | N
     except Exception as error:  # noqa: BLE001 - the other jobs run
         job.error = error
     if not (stop and stop.is_set()):
-        watch.ended(job.number, _result(job), time.monotonic() - began)
+        watch.ended(job.number, job.result, time.monotonic() - began)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -287,16 +300,3 @@ def headline(error: BaseException) -> str:
         accounts = [line for line in text if not line.startswith((" ", "Traceback", "rank "))]
         return accounts[-1] if accounts else text[-1]
     return text[0] if text else "no message"
-
-
-def _result(job: _Job) -> JobReturn:
-    result = JobReturn(overrides=list(job.overrides))
-    if job.config is not None:
-        result.hydra_cfg = OmegaConf.masked_copy(job.config, "hydra")
-        result.cfg = OmegaConf.masked_copy(job.config, [str(key) for key in job.config if key != "hydra"])
-        result.task_name = job.config.hydra.job.name
-        result.working_dir = str(job.folder) if job.config.hydra.job.chdir else os.getcwd()
-    memory.attach(result, job.peak_memory)
-    result.return_value = job.value if job.error is None else job.error
-    result.status = JobStatus.COMPLETED if job.error is None else JobStatus.FAILED
-    return result

@@ -19,7 +19,17 @@ from .topology import Topology, resolve
 from .worker import RUN_DIR
 from .world import Launcher, World
 
-__all__ = ["enter", "is_cluster", "is_ours", "options_of", "place", "planned", "planned_on_cluster", "refuse_sweep"]
+__all__ = [
+    "enter",
+    "is_cluster",
+    "is_ours",
+    "node_of",
+    "options_of",
+    "place",
+    "planned",
+    "planned_on_cluster",
+    "refuse_sweep",
+]
 
 
 def enter(config: DictConfig, node: Any, key: str) -> None:
@@ -55,6 +65,12 @@ def _may_start(world: World | None) -> bool:
 def is_ours(config: DictConfig) -> bool:
     """Whether ``hydra/launcher=torchrun`` is chosen; an explicit other launcher turns self-launch off."""
     return str(OmegaConf.select(config, "hydra.launcher._target_")).startswith("hydra_plugins.hydra_parallelism.")
+
+
+def node_of(config: DictConfig) -> tuple[Any, str]:
+    """The parallelism node of an app's config, ``None`` where there is none, and its dotted path."""
+    key = str(OmegaConf.select(config, "hydra.callbacks.parallelism.node") or "parallelism")
+    return OmegaConf.select(config, key), key
 
 
 def is_cluster(config: DictConfig) -> bool:

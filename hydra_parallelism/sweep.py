@@ -58,11 +58,10 @@ def run(
         SystemExit: A job failed, or a signal ended the sweep.
     """
     options = _read_options(given)
-    read_constraints(given.get("constraints"))
+    model = read_constraints(given.get("constraints"))
     if run_mode.is_ours(config):
         launch.check(run_mode.options_of(config), run_mode.options_of(config).nnodes)
-    limit, model = options.max_jobs, given.get("constraints")
-    plan = make_plan(loader, config, combinations, axes=options.axes, constraints=model, max_jobs=limit)
+    plan = make_plan(loader, config, combinations, axes=options.axes, model=model, max_jobs=options.max_jobs)
     folder = Path(str(config.hydra.sweep.dir))
     with _alone_in(folder):
         results = ResultsFile(folder)

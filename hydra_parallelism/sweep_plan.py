@@ -1,6 +1,5 @@
 """What a sweep over layouts will run: every combination composed, resolved and judged before the first job starts."""
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -17,18 +16,19 @@ from omegaconf import DictConfig, OmegaConf
 from . import interpolations, run_mode
 from . import world as world_module
 from ._equation import FACTORS, read_degrees
-from .constraints import judge
+from .constraints import ModelConstraints, splits_sequence, violations
 from .errors import ConfigurationError
-from .layouts import count, enumerate_layouts, overrides_of, parse_axes
+from .layouts import SweptAxis, count, enumerate_layouts, overrides_of, parse_axes
 from .ranking import layout_of
-from .topology import BASE_AXES, Topology, resolve
+from .swept_axes import AXES_KEY, NAMES, show
+from .topology import Topology, resolve
 from .world import World
 
 __all__ = ["Candidate", "Plan", "describe", "in_one_line", "make_plan"]
 
 _MOST_LAYOUTS = 1000
 """An enumeration of more layouts needs ``max_jobs``: nobody runs them all, and composing them takes minutes."""
-_NAMES = "|".join(FACTORS)
+_FACTOR = f"(?:{'|'.join(FACTORS)})"
 
 
 @dataclass
@@ -54,8 +54,7 @@ class Candidate:
     @property
     def degrees(self) -> dict[str, int]:
         """By config name, outermost first."""
-        sizes = self.topology.degrees()
-        return {name: sizes[axis] for name, axis in zip(FACTORS, BASE_AXES, strict=True)} | {"ep_size": sizes["ep"]}
+        return {NAMES[axis]: size for axis, size in self.topology.degrees().items()}
 
 
 @dataclass
@@ -80,7 +79,7 @@ def make_plan(
     combinations: Sequence[list[str]],
     *,
     axes: Any = None,
-    constraints: Any = None,
+    model: ModelConstraints | None = None,
     max_jobs: int | None = None,
 ) -> Plan:
     """Compose every combination, resolve its topology against its world, and judge it. Starts nothing.
@@ -90,21 +89,21 @@ def make_plan(
         config: The sweep's.
         combinations: Overrides of each, from the sweeper's grammar.
         axes: Axes over which each combination is enumerated; ``None`` for none.
-        constraints: As :func:`~hydra_parallelism.constraints.judge` takes them.
+        model: What the model's numbers allow; ``None`` allows everything.
         max_jobs: How many to run at most.
 
     Raises:
         ConfigurationError: The launcher cannot run the jobs, or an enumeration is not possible or too long.
         hydra.errors.ConfigCompositionException: A combination names what the config does not have.
     """
-    plan, seen = Plan([]), dict[str, Candidate]()
-    total, found = _expand(loader, config, combinations, axes, max_jobs)
-    listed = len(parse_axes(axes)) if axes is not None else 0
-    for overrides, layout, splits_sequence in found:
-        if layout is not None and judge(layout, constraints, sequence_parallel=splits_sequence):
+    plan, seen, model = Plan([]), dict[str, Candidate](), model or ModelConstraints()
+    swept = () if axes is None else parse_axes(axes)
+    total, found = _expand(loader, config, combinations, swept, model, max_jobs)
+    for overrides, layout, over_tp in found:
+        if layout is not None and violations(layout, model, over_tp):
             plan.constrained += 1  # of thousands nobody wants to read why
             continue
-        candidate = _judge(loader, config, overrides, constraints)
+        candidate = _judge(loader, config, overrides, model)
         plan.candidates.append(candidate)
         if not candidate.reason:
             candidate.twin = seen.get(candidate.fingerprint)
@@ -112,32 +111,35 @@ def make_plan(
         if len(seen) == max_jobs:
             break
     plan.left_out = total - len(plan.candidates) - plan.constrained
-    _label(plan.candidates, listed)
+    _label(plan.candidates, len(swept))
     return plan
 
 
 def _expand(
-    loader: ConfigLoader, config: DictConfig, combinations: Sequence[list[str]], axes: Any, max_jobs: int | None
+    loader: ConfigLoader,
+    config: DictConfig,
+    combinations: Sequence[list[str]],
+    axes: tuple[SweptAxis, ...],
+    model: ModelConstraints,
+    max_jobs: int | None,
 ) -> tuple[int, Iterator["_Entry"]]:
     """How many combinations there are with the enumerated axes, and all of them, lazily."""
-    if axes is None:
+    if not axes:
         return len(combinations), ((list(each), None, False) for each in combinations)
     total, found = 0, []
     for overrides in combinations:
         composed = loader.load_sweep_config(config, list(overrides))
-        node, key = _node_of(composed)
+        node, key = run_mode.node_of(composed)
         if node is None:
-            raise ConfigurationError(
-                f"hydra.sweeper.axes={_show(axes)}: the config has no node {key!r}\n  try: parallelism=default"
-            )
+            raise ConfigurationError(f"{AXES_KEY}={show(axes)}: the config has no node {key!r}\n  try: parallelism=default")
         world = _stated_world(config, composed, node, key, axes)
         about: dict[str, Any] = {"fixed": node, "key": key, "source": world.source()}
         total += count(world.size, axes, **about)
         layouts = enumerate_layouts(world.size, axes, **about)
-        found.append(_overriding(overrides, layouts, axes, key, bool(OmegaConf.select(node, "enable_sequence_parallel"))))
+        found.append(_overriding(overrides, layouts, axes, key, splits_sequence(node, model)))
         if max_jobs is None and total > _MOST_LAYOUTS:
             raise ConfigurationError(
-                f"hydra.sweeper.axes={_show(axes)} gives {total:,} layouts of {world.source()}, more than {_MOST_LAYOUTS:,}\n"
+                f"{AXES_KEY}={show(axes)} gives {total:,} layouts of {world.source()}, more than {_MOST_LAYOUTS:,}\n"
                 "  try: hydra.sweeper.max_jobs=20 for the first 20 of them, or limits such as 'tp_size<=8' in the list"
             )
     return total, itertools.chain.from_iterable(found)
@@ -148,41 +150,29 @@ _Entry = tuple[list[str], Topology | None, bool]
 
 
 def _overriding(
-    overrides: list[str], layouts: Iterator[Topology], axes: Any, key: str, splits_sequence: bool
+    overrides: list[str], layouts: Iterator[Topology], axes: tuple[SweptAxis, ...], key: str, over_tp: bool
 ) -> Iterator[_Entry]:
-    swept = parse_axes(axes)
-    return (([*overrides, *overrides_of(layout, swept, key)], layout, splits_sequence) for layout in layouts)
+    return (([*overrides, *overrides_of(layout, axes, key)], layout, over_tp) for layout in layouts)
 
 
-def _node_of(composed: DictConfig) -> tuple[Any, str]:
-    key = str(OmegaConf.select(composed, "hydra.callbacks.parallelism.node") or "parallelism")
-    return OmegaConf.select(composed, key), key
-
-
-def _stated_world(config: DictConfig, composed: DictConfig, node: Any, key: str, axes: Any) -> World:
+def _stated_world(config: DictConfig, composed: DictConfig, node: Any, key: str, axes: tuple[SweptAxis, ...]) -> World:
     """The number of processes that somebody named: the degrees cannot give it here."""
-    degrees = read_degrees(node, key)
-    if run_mode.is_cluster(config):
-        return run_mode.planned_on_cluster(config)
-    if run_mode.is_ours(composed):
-        is_stated = isinstance(run_mode.options_of(composed).nproc_per_node, int)
-        if is_stated or degrees.world_size is not None:
-            return run_mode.planned(composed, node, key)
-    if degrees.world_size is not None or not run_mode.is_ours(composed):
-        return world_module.plan(degrees)
+    is_counted = run_mode.is_ours(composed) and not run_mode.is_cluster(config) and read_degrees(node, key).world_size is None
+    if not is_counted or isinstance(run_mode.options_of(composed).nproc_per_node, int):
+        return _world_of(config, composed, node, key)
     found = world_module.count_accelerators()
     if not found:
         raise ConfigurationError(
-            f"hydra.sweeper.axes={_show(axes)} needs a number of processes, and there is no accelerator to count\n"
+            f"{AXES_KEY}={show(axes)} needs a number of processes, and there is no accelerator to count\n"
             "  try: hydra.launcher.nproc_per_node=4"
         )
     return World(found, local_size=found, sources={"size": f"world_size={found} (visible accelerators)"})
 
 
-def _judge(loader: ConfigLoader, config: DictConfig, overrides: list[str], constraints: Any) -> Candidate:
+def _judge(loader: ConfigLoader, config: DictConfig, overrides: list[str], model: ModelConstraints) -> Candidate:
     composed = loader.load_sweep_config(config, list(overrides))
     candidate = Candidate(list(overrides))
-    node, key = _node_of(composed)
+    node, key = run_mode.node_of(composed)
     if node is not None:
         read_degrees(node, key)  # what is valid on no world at all is a mistake, and no layout to skip
     try:
@@ -190,9 +180,7 @@ def _judge(loader: ConfigLoader, config: DictConfig, overrides: list[str], const
             world = _world_of(config, composed, node, key)
             candidate.topology = resolve(node, world.size, source=world.source(), key=key)
             interpolations.check(composed)
-            sequence_parallel = bool(OmegaConf.select(node, "enable_sequence_parallel"))
-            reasons = judge(candidate.topology, constraints, sequence_parallel=sequence_parallel)
-            candidate.reason = "; ".join(reasons)
+            candidate.reason = "; ".join(violations(candidate.topology, model, splits_sequence(node, model)))
     except ConfigurationError as error:
         candidate.reason = in_one_line(error)
         return candidate
@@ -224,7 +212,7 @@ def in_one_line(error: ConfigurationError) -> str:
     """What is wrong, without the factors of 1 and without the remedy: a sweep has other layouts to run."""
     lines = [line.strip() for line in str(error).splitlines() if not line.lstrip().startswith("try:")]
     text = " ".join(lines[1:] if len(lines) > 1 and lines[0].endswith(":") else lines)
-    return re.sub(rf"\b(?:{_NAMES})=1 \* |(?: \* (?:{_NAMES})=1)+(?=[: ])", "", text)
+    return re.sub(rf"\b{_FACTOR}=1 \* |(?: \* {_FACTOR}=1)+(?=[: ])", "", text)
 
 
 def _fingerprint(composed: DictConfig, key: str, candidate: Candidate) -> str:
@@ -304,9 +292,3 @@ def _headline(plan: Plan) -> str:
         "left out by max_jobs": plan.left_out,
     }
     return ", ".join([f"layouts: {todo} to run", *(f"{number} {what}" for what, number in counts.items() if number)])
-
-
-def _show(axes: Any) -> str:
-    with contextlib.suppress(TypeError):
-        return f"[{','.join(map(str, axes))}]" if not isinstance(axes, str) else axes
-    return str(axes)

@@ -64,7 +64,8 @@ def test_the_other_direction(tmp_path: Path) -> None:
 
 
 def test_the_same_rows_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    matplotlib = pytest.importorskip("matplotlib")
+    import matplotlib
+
     draw([*rows(3), FAILED, *ODD], tmp_path / "a", None, False)
     mine = {"font.size": 30, "svg.fonttype": "path", "axes.facecolor": "black"}
     with matplotlib.rc_context(mine):

@@ -61,7 +61,8 @@ def ended(exitcode: int, kind: str = "", tail: str = "") -> Failure:
 
 
 def torch_error(name: str, message: str) -> BaseException:
-    torch = pytest.importorskip("torch")
+    import torch
+
     error: BaseException = getattr(torch, name)(message)
     return error
 
@@ -204,7 +205,8 @@ def test_nan_is_a_number() -> None:
 
 
 def test_a_tensor_of_no_dimension_is_a_number() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     assert numbers_of(torch.tensor(0.5)) == {"objective": 0.5}
     assert numbers_of({"n": torch.tensor(3)}) == {"n": 3.0}
     with pytest.raises(ConfigurationError, match=r"the task returns tensor\(\[1\.\]\) \(Tensor\), which is no number"):
