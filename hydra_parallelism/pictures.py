@@ -31,7 +31,7 @@ _WINNER, _MUTED, _FAILED, _INK = "#1b6ca8", "#c3cdd6", "#c0392b", "#333333"
 _INCHES_PER_ROW = 0.32
 _LONGEST_LABEL = 56
 _LONGEST_ERROR = 64
-_MOST_ROWS = 60  # more cannot be read, and take seconds to draw
+_MOST_ROWS = 40  # more cannot be read, and take long to draw
 _SETTINGS: Any = {
     "svg.hashsalt": "hydra-parallelism",  # else the ids in the file are random
     "svg.fonttype": "none",  # text stays text
@@ -75,11 +75,12 @@ def draw(
         _compose(figure, ranked, name, label)
         if title:
             figure.suptitle(shorten(one_line(title), 100), fontsize=11, fontweight="bold", color=_INK)
+        figure.draw_without_rendering()
+        figure.set_layout_engine(None)  # laid out by now; a layout engine, even "none", has each file drawn twice
         for path in paths:
             data = io.BytesIO()
             figure.savefig(data, format=path.suffix[1:], metadata={"Date": None} if path.suffix == ".svg" else None)
             write_whole(path, data.getvalue())
-            figure.set_layout_engine("none")  # laid out by now
     return paths
 
 

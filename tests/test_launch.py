@@ -237,9 +237,11 @@ def test_ctrl_c_while_it_is_starting(moment: float, tmp_path: Path) -> None:
     text, _ = process.communicate(timeout=20)
     assert process.returncode == 130, text
     assert "4 processes ended by SIGINT" in text
-    # A process that Python itself is still starting in may say KeyboardInterrupt; nothing else has a reason to complain.
-    errors = [line for line in text.splitlines() if line.endswith("Error") or "Error:" in line]
-    assert not errors, text
+    # A process that is still importing may say KeyboardInterrupt, or what became of the import that it tore apart (OmegaConf's
+    # clean-up has raised an AttributeError): none of that is a rank that failed, or an error of ours.
+    assert not re.search(r"rank \d of 4 on", text), text
+    raised_at = re.findall(r'File "([^"]*)", line \d+, in .*\n(?:    .*\n)*?(?=\S*Error)', text)
+    assert not [file for file in raised_at if "hydra_parallelism/" in file], text
     assert gone_within(5, f"+marker={tmp_path.name}")
 
 
