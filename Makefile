@@ -16,8 +16,9 @@ READY ?= .venv/installed
 demo: $(READY)  ## train a small language model on 4 processes of this machine under HSDP 2 x 2
 	$(BIN)/python examples/train.py parallelism=hsdp parallelism.dp_replicate=2 parallelism.dp_shard=2
 
+# Half of the suite's time is spent waiting for processes to start or to end, so two tests run at once.
 test: $(READY)  ## the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
 
 lint: $(READY)  ## style and types, changes nothing
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ import worlds
 from apps import jobs
 from hydra_parallelism import ConfigurationError, ParallelismError, average_loss, clip_grad_norm_, parallel_context
 
-pytestmark = pytest.mark.timeout(worlds.DEADLINE)
+pytestmark = worlds.MARKS
 
 FOUR = jobs.NORMS[4]
 
@@ -35,24 +35,20 @@ def check_model(ranks: list[dict[str, Any]]) -> None:
     assert max(report["loss_off"] for report in ranks) < 1e-6
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("name", FOUR)
 def test_the_norm_is_that_of_one_process(name: str, four: list[dict[str, Any]]) -> None:
     check_model([report[name] for report in four])
 
 
-@pytest.mark.processes
 def test_the_norm_over_stages_shards_and_tensors(eight: list[dict[str, Any]]) -> None:
     check_model([report["pp_fsdp_tp"] for report in eight])
 
 
-@pytest.mark.processes
 def test_the_norm_over_many_meshes(eight: list[dict[str, Any]]) -> None:
     for report in eight:
         assert max(report["made_up"].values()) < 1e-6
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("name", FOUR)
 def test_ranks_without_gradients_and_gradients_that_are_not_finite(name: str, four: list[dict[str, Any]]) -> None:
     for report in four:
@@ -65,7 +61,6 @@ def test_ranks_without_gradients_and_gradients_that_are_not_finite(name: str, fo
                 assert f"The total norm of order {order} of the gradients is non-finite ({bad})" in odd[f"{bad} {order} told"]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("name", FOUR)
 def test_losses_are_averaged_over_the_ranks_that_saw_different_tokens(name: str, four: list[dict[str, Any]]) -> None:
     said = [report[name]["losses"] for report in four]
@@ -80,7 +75,6 @@ def test_losses_are_averaged_over_the_ranks_that_saw_different_tokens(name: str,
             assert one["left_out"] == 1.0
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("name", FOUR)
 def test_data_peers_read_and_draw_alike(name: str, four: list[dict[str, Any]]) -> None:
     by_dp_rank: dict[int, set[Any]] = {}

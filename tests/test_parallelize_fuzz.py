@@ -18,6 +18,7 @@ RELATIVE = 1e-3
 
 
 @pytest.mark.processes
+@pytest.mark.engines
 @pytest.mark.timeout(300)
 def test_random_layouts_train_as_one_process_or_are_refused() -> None:
     outcome = run(torchrun(RANKS, "fuzz.py", str(SEED), str(COUNT)), ROOT, deadline=280)

@@ -11,7 +11,7 @@ import pytest
 import worlds
 from apps.layouts import EXTRAS, LAYOUTS, MISTAKES, Case, cases
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(worlds.DEADLINE)]
+pytestmark = worlds.MARKS
 TOLERANCE = 1e-5
 ALL = [(size, case) for size in LAYOUTS for case in cases(size) if case not in MISTAKES.get(size, [])]
 

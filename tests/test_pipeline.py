@@ -5,7 +5,7 @@ import pytest
 import worlds
 from apps import pipelines
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(worlds.DEADLINE)]
+pytestmark = worlds.MARKS
 LIMIT = 1e-5
 ALL = [(size, name) for size, cases in pipelines.CASES.items() for name in cases]
 

@@ -7,7 +7,7 @@ import pytest
 import worlds
 from apps import jobs
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(worlds.DEADLINE)]
+pytestmark = worlds.MARKS
 ALL = [
     pytest.param(size, number, id=f"{size}-{number}-{job[0]}-{job[1]}")
     for size, all_ in jobs.RESUME.items()

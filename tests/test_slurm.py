@@ -21,6 +21,7 @@ MISSING = [
 
 pytestmark = [
     pytest.mark.processes,
+    pytest.mark.xdist_group("slurm"),  # one cluster, whose four nodes are taken by one test at a time
     pytest.mark.skipif(os.geteuid() != 0 or bool(MISSING), reason=f"needs root and slurm-wlm, munge: no {MISSING}"),
 ]
 TRAIN = ROOT / "examples/train.py"

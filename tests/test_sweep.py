@@ -340,3 +340,10 @@ def test_values_and_errors_that_cannot_be_shown(tmp_path: Path) -> None:
         "",
         "",
     ]
+
+
+def test_configs_of_ended_jobs_are_let_go(tmp_path: Path) -> None:
+    outcome = run(python("odd.py", *ONE, "kind=count1,count2,count3,count4"), tmp_path)
+    assert outcome.code == 0, outcome.text
+    alive = [float(number) for number in column(tmp_path, "objective")]
+    assert alive[3] - alive[1] < 5, "a job has 44 of them"

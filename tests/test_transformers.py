@@ -34,6 +34,8 @@ def results() -> dict[tuple[str, ...], dict[str, Any]]:
     return {tuple(result.pop("case")): result for result in found}
 
 
+@pytest.mark.engines
+@pytest.mark.xdist_group("llamas")
 @pytest.mark.parametrize(("model", "optimizer"), LLAMA_RUNS)
 @pytest.mark.parametrize("layout", LLAMA_LAYOUTS)
 def test_a_layout_trains_as_one_process(layout: str, model: str, optimizer: str) -> None:

@@ -9,11 +9,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from apps import jobs, layouts, pipelines
 from processes import Outcome, python, run, torchrun
 
 DEADLINE = 1200
 """Seconds for a world, and for the test that happens to start it (and those before it): several times what they take."""
+
+MARKS = [
+    pytest.mark.processes,
+    pytest.mark.engines,
+    pytest.mark.timeout(DEADLINE),
+    pytest.mark.xdist_group("worlds"),  # one process holds what has been started
+]
 
 _BEFORE: dict[int, tuple[int, ...]] = {1: (), 4: (1,), 2: (4,), 8: (2,), 3: ()}
 """World size -> those whose checkpoints it reads."""

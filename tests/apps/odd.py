@@ -1,5 +1,6 @@
 """A task that returns, raises and leaves in odd ways."""
 
+import gc
 import sys
 
 import _app
@@ -18,6 +19,9 @@ class Odd(Exception):
 
 @hydra.main(config_path="conf", config_name="odd", **_app.HYDRA)
 def main(config: DictConfig) -> object:
+    if config.kind.startswith("count"):
+        gc.collect()
+        return sum(type(thing) is DictConfig for thing in gc.get_objects())
     if config.kind == "repr":
         return Odd()
     if config.kind == "mute":
