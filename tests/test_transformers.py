@@ -57,7 +57,7 @@ def test_units_run_in_the_order_of_the_pipeline_plan_of_the_model() -> None:
     from hydra_parallelism.parallelize.units import find_units
 
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2))
+        model = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2))
     in_order = [unit.name for unit in find_units(model, "auto", "parallelism")]
     assert in_order == ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
     # Registered the other way round: the plan knows that the head reads what the base model writes, and that tokens come first.
