@@ -291,8 +291,9 @@ def test_jobs_through_submitit(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(find_spec("optuna") is None, reason="hydra-optuna-sweeper is not installed (no release for Hydra 1.4)")
 def test_an_impossible_trial_of_optuna_fails_as_a_trial(tmp_path: Path) -> None:
-    command = python("tell.py", "-m", "hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "hydra.sweep.dir=sweep",
-                     "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "hydra.sweeper.max_failure_rate=1.0",
+    command = python("tell.py", "-m", "hydra/sweeper=optuna", "hydra/sweeper/sampler=random", "hydra.sweep.dir=sweep",
+                     "hydra.sweeper.sampler.seed=4", "hydra.sweeper.n_trials=2", "hydra.sweeper.n_jobs=1",  # draws 3, then 1
+                     "hydra.sweeper.max_failure_rate=1.0",
                      "hydra.launcher.nproc_per_node=2", "parallelism=fsdp", "parallelism.tp_size=choice(1,2,3)",
                      warnings="ignore")  # fmt: skip
     outcome = run(command, tmp_path, deadline=120)
