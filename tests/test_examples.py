@@ -11,41 +11,64 @@ from processes import ROOT, Outcome, clean_environment, run, torchrun
 pytestmark = pytest.mark.processes
 
 TRAIN = ROOT / "examples/train.py"
-FEW = ("train.steps=20", "train.log_every=1", "hydra.run.dir=out")
+FEW = ("train.steps=20", "train.log_every=1", "model.num_layers=4")
+PRESETS = ("ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "pp", "pp_fsdp", "fsdp_pp_tp")
+once = pytest.mark.xdist_group("examples")
+"""For tests that share what is run once."""
 
 
-def losses(outcome: Outcome) -> list[float]:
+def losses(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"step \d+/20 loss (\d+\.\d+)", text)]
+
+
+def trained(outcome: Outcome) -> list[float]:
     assert outcome.code == 0, outcome.text
-    return [float(number) for number in re.findall(r"step \d+/20 loss (\d+\.\d+)", outcome.text)]
+    return losses(outcome.text)
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     command = [sys.executable, TRAIN, "parallelism=fsdp", *FEW]
-    return losses(run(command, tmp_path_factory.mktemp("reference"), env=clean_environment()))
+    return trained(run(command, tmp_path_factory.mktemp("reference"), env=clean_environment()))
 
 
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a sweep of 4 processes a job, job i under preset i."""
+    folder = tmp_path_factory.mktemp("sweep")
+    command = [sys.executable, TRAIN, "-m", f"parallelism={','.join(PRESETS)}", "hydra.launcher.nproc_per_node=4", *FEW]
+    outcome = run([*command, "hydra.sweep.dir=."], folder, deadline=170, env=clean_environment())
+    assert outcome.code == 0, outcome.text
+    return folder
+
+
+@once
 def test_one_process_learns(reference: list[float]) -> None:
     assert len(reference) == 20
     assert reference[0] == pytest.approx(5.55, abs=0.1)  # log(256): the first guess is uniform
     assert reference[-1] < 3.3
 
 
+@once
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_matches_one_process(preset: str, reference: list[float], sweep: Path) -> None:
+    found = losses((sweep / f"{PRESETS.index(preset)}/ranks/0.log").read_text())
+    assert len(found) == 20
+    assert found == pytest.approx(reference, abs=1e-4)
+
+
+@once
 @pytest.mark.parametrize(
     "layout",
     [
         ("parallelism=hsdp", "parallelism.dp_replicate=2"),
-        ("parallelism=ddp",),
-        ("parallelism=fsdp",),
         (),
-        ("parallelism=tp",),
         ("parallelism=fsdp_tp", "parallelism.enable_sequence_parallel=true", "parallelism.activation_checkpointing=full"),
-        ("parallelism=pp_fsdp",),
     ],
-    ids=["hsdp", "ddp", "fsdp", "untouched", "tp", "fsdp_tp_sp", "pp_fsdp"],
+    ids=["hsdp", "untouched", "fsdp_tp_sp"],
 )
-def test_four_processes_match_one(layout: tuple[str, ...], reference: list[float], tmp_path: Path) -> None:
-    found = losses(run(torchrun(4, TRAIN, *layout, *FEW), tmp_path))
+def test_under_torchrun(layout: tuple[str, ...], reference: list[float], tmp_path: Path) -> None:
+    found = trained(run(torchrun(4, TRAIN, *layout, *FEW), tmp_path))
     assert len(found) == 20, "printed on rank 0 only"
     assert found == pytest.approx(reference, abs=1e-4)
 

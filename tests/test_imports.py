@@ -31,7 +31,7 @@ ON_TOP = ("_checkpoint_state", "checkpoint")
 """These know what ``parallelize`` returns, too."""
 PARALLELIZE = (
     "recipe", "blocks", "styles", "plans", "sequence", "tensor", "recompute", "data", "weights",
-    "stages", "stand_ins", "units", "flow", "part", "merge", "relay", "pipeline", "steps", "order",
+    "stages", "stand_ins", "units", "flow", "part", "merge", "relay", "schedule", "pipeline", "steps", "order",
 )  # fmt: skip
 """Modules of ``parallelize``, likewise; of the rest they may import all up to ``runtime``, and none of that imports them."""
 DOORBELL = sorted((ROOT / "hydra_plugins").rglob("*.py"))

@@ -16,6 +16,7 @@ from processes import APPS, Outcome, body_lines, clean_environment, python, run,
 pytestmark = pytest.mark.processes
 
 FOUR = ("parallelism=hsdp", "parallelism.dp_replicate=2", "parallelism.dp_shard=2")
+TWO = ("parallelism=fsdp", "parallelism.dp_shard=2")
 
 
 def ranks_said(outcome: Outcome) -> list[int]:
@@ -193,18 +194,22 @@ def test_local_rank_on_the_command_line_is_tolerated(tmp_path: Path) -> None:
         ("exit", 3, "left with exit code 3, without an exception"),
         ("quit", 4, ", without an exception"),
         ("kill", 1, "was killed by SIGKILL, without an exception"),
-        ("word", 1, "a last word\nrank 2 of 4"),
-        ("base", 1, "GeneratorExit: base-2"),
+        ("word", 1, "a last word\nrank 1 of 2"),
+        ("base", 1, "GeneratorExit: base-1"),
         ("mute", 1, "Mute: <exception str() failed>"),
     ],
 )
 def test_the_first_failure_is_the_last_thing_on_the_console(fate: str, code: int, text: str, tmp_path: Path) -> None:
-    outcome = run(python("fate.py", *FOUR, f"fate={fate}", warnings="default"), tmp_path)
+    host = os.uname().nodename
+    layout, rank, who = TWO, 1, f"rank 1 of 2 on {host} (dp_shard=1)"
+    if fate == "raise":
+        layout, rank, who = FOUR, 2, f"rank 2 of 4 on {host} (dp_replicate=1 dp_shard=0)"
+    outcome = run(python("fate.py", *layout, f"rank={rank}", f"fate={fate}", warnings="default"), tmp_path)
     assert outcome.code == code or (fate == "quit" and outcome.code == 1), outcome.text  # the agent may end it on its way
     last = "\n".join(outcome.text.splitlines()[-15:])
     assert text in last
-    assert f"rank 2 of 4 on {os.uname().nodename} (dp_replicate=1 dp_shard=0)" in last
-    assert f"its log: {the_folder(tmp_path)}/ranks/2.log" in last
+    assert who in last
+    assert f"its log: {the_folder(tmp_path)}/ranks/{rank}.log" in last
     assert "Connection closed" not in outcome.text, "the echo of another rank"
     assert "ChildFailedError" not in outcome.text
     if fate == "raise":
@@ -213,33 +218,33 @@ def test_the_first_failure_is_the_last_thing_on_the_console(fate: str, code: int
 
 
 def test_rank_0_may_be_the_one(tmp_path: Path) -> None:
-    outcome = run(python("fate.py", *FOUR, "fate=raise", "rank=0"), tmp_path)
+    outcome = run(python("fate.py", *TWO, "fate=raise", "rank=0"), tmp_path)
     assert outcome.code == 1
     assert outcome.text.count("ValueError: boom-0") == 1
-    assert "rank 0 of 4 on" in outcome.text.splitlines()[-2]
+    assert "rank 0 of 2 on" in outcome.text.splitlines()[-2]
 
 
 def test_a_rank_that_ignores_sigterm_does_not_hold_up_the_others(tmp_path: Path) -> None:
     began = time.monotonic()
-    outcome = run(python("fate.py", *FOUR, "fate=raise", "ignore=true"), tmp_path)
+    outcome = run(python("fate.py", *TWO, "fate=raise", "rank=1", "ignore=true"), tmp_path)
     assert outcome.code == 1
-    assert outcome.text.count("ValueError: boom-2") == 1
+    assert outcome.text.count("ValueError: boom-1") == 1
     assert time.monotonic() - began < 25, "torch's agent waits for half a minute"
 
 
 @pytest.mark.parametrize("moment", [0.05, 0.4, 1.5])
 def test_ctrl_c_while_it_is_starting(moment: float, tmp_path: Path) -> None:
-    process = start(python("fate.py", *FOUR, "fate=sleep", f"+marker={tmp_path.name}"), tmp_path)
+    process = start(python("fate.py", *TWO, "fate=sleep", f"+marker={tmp_path.name}"), tmp_path)
     assert process.stdout is not None
-    assert process.stdout.readline().startswith("starting 4 processes")
+    assert process.stdout.readline().startswith("starting 2 processes")
     time.sleep(moment)
     os.killpg(process.pid, signal.SIGINT)
     text, _ = process.communicate(timeout=20)
     assert process.returncode == 130, text
-    assert "4 processes ended by SIGINT" in text
+    assert "2 processes ended by SIGINT" in text
     # A process that is still importing may say KeyboardInterrupt, or what became of the import that it tore apart (OmegaConf's
     # clean-up has raised an AttributeError): none of that is a rank that failed, or an error of ours.
-    assert not re.search(r"rank \d of 4 on", text), text
+    assert not re.search(r"rank \d of 2 on", text), text
     raised_at = re.findall(r'File "([^"]*)", line \d+, in .*\n(?:    .*\n)*?(?=\S*Error)', text)
     assert not [file for file in raised_at if "hydra_parallelism/" in file], text
     assert gone_within(5, f"+marker={tmp_path.name}")
@@ -259,18 +264,18 @@ def test_an_error_before_the_job_is_told_too(tmp_path: Path) -> None:
 )
 def test_signals_end_everything(number: signal.Signals, code: int, limit: float, tmp_path: Path) -> None:
     marker = f"+marker={tmp_path.name}"
-    process = start(python("fate.py", *FOUR, "fate=sleep", marker), tmp_path)
+    process = start(python("fate.py", *TWO, "fate=sleep", marker), tmp_path)
     assert process.stdout is not None
     for line in process.stdout:  # until it trains
         if line.startswith("BODY"):
             break
-    assert len(alive(marker)) == 5
+    assert len(alive(marker)) == 3
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     assert gone_within(limit, marker), alive(marker)
     text, _ = process.communicate(timeout=10)
     assert process.returncode == code
     if number != signal.SIGKILL:
-        assert f"4 processes ended by {number.name}" in text
+        assert f"2 processes ended by {number.name}" in text
         assert "Traceback" not in text
 
 

@@ -7,36 +7,30 @@ import json
 from collections import defaultdict
 from typing import Any
 
-import pytest
+import worlds
+from apps import jobs
 
-from processes import ROOT, body_lines, run, torchrun
-
-RANKS, SEED, COUNT = 4, 2, 25
+pytestmark = worlds.MARKS
 TOLERANCE = 1e-5
 RELATIVE = 1e-3
 """Of the largest entry of a gradient: what is wrong by a factor is found in small gradients too."""
 
 
-@pytest.mark.processes
-@pytest.mark.engines
-@pytest.mark.timeout(300)
 def test_random_layouts_train_as_one_process_or_are_refused() -> None:
-    outcome = run(torchrun(RANKS, "fuzz.py", str(SEED), str(COUNT)), ROOT, deadline=280)
+    ranks, count = [rank["fuzz"] for rank in worlds.reports(4)], jobs.FUZZ[1]
     told: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for line in body_lines(outcome):
-        result = json.loads(line.removeprefix("BODY "))
+    for result in (result for results in ranks for result in results):
         told[result["number"]].append(result)
-    assert outcome.code == 0, outcome.text
-    assert sorted(told) == list(range(COUNT))
+    assert sorted(told) == list(range(count))
     wrong = {number: results for number, results in told.items() if not _holds(results)}
     assert not wrong, json.dumps(wrong, indent=1)
     trained = sum("loss" in results[0] for results in told.values())
-    assert COUNT // 3 <= trained < COUNT, "the cases should be of both kinds"
+    assert count // 3 <= trained < count, "the cases should be of both kinds"
 
 
 def _holds(results: list[dict[str, Any]]) -> bool:
     """Whether all ranks refused, or all were right."""
-    if len(results) != RANKS:
+    if len(results) != 4:
         return False
     if all("refused" in result for result in results):
         return True

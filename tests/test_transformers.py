@@ -1,6 +1,5 @@
 """Transformers' own models with their own plans, and examples/finetune.py: each layout trains as one process does."""
 
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -11,31 +10,27 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from processes import APPS, ROOT, Outcome, body_lines, clean_environment, run, torchrun
-
-sys.path.insert(0, str(APPS))
-
-from layouts import LLAMA_LAYOUTS, LLAMA_RUNS
+import worlds
+from apps.layouts import LLAMA_LAYOUTS, LLAMA_RUNS
+from processes import ROOT, clean_environment, run
 
 pytest.importorskip("transformers", reason="the extras `test` and `examples` install it")
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(worlds.DEADLINE)]
 TOLERANCE = 1e-5
 FINETUNE = ROOT / "examples/finetune.py"
 SIZES = {"vocab_size": 256, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-FEW = ("train.steps=6", "train.log_every=1", "hydra.run.dir=out")
+FEW = ("train.steps=6", "train.log_every=1")
 
 
 @cache
 def results() -> dict[tuple[str, ...], dict[str, Any]]:
-    """What tests/apps/llamas.py says, run once."""
-    outcome = run(torchrun(4, "llamas.py"), ROOT, deadline=600)
-    assert outcome.code == 0, outcome.text
-    found = [json.loads(line.removeprefix("BODY ")) for line in body_lines(outcome)]
+    """What tests/apps/llamas.py has found."""
+    found = [dict(result) for result in worlds.reports(4)[0]["llamas"]]
     return {tuple(result.pop("case")): result for result in found}
 
 
 @pytest.mark.engines
-@pytest.mark.xdist_group("llamas")
+@pytest.mark.xdist_group("worlds")
 @pytest.mark.parametrize(("model", "optimizer"), LLAMA_RUNS)
 @pytest.mark.parametrize("layout", LLAMA_LAYOUTS)
 def test_a_layout_trains_as_one_process(layout: str, model: str, optimizer: str) -> None:
@@ -57,7 +52,9 @@ def test_units_run_in_the_order_of_the_pipeline_plan_of_the_model() -> None:
     from hydra_parallelism.parallelize.units import find_units
 
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2))
+        model = LlamaForCausalLM(
+            LlamaConfig(num_attention_heads=2, vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2)
+        )
     in_order = [unit.name for unit in find_units(model, "auto", "parallelism")]
     assert in_order == ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
     # Registered the other way round: the plan knows that the head reads what the base model writes, and that tokens come first.
@@ -67,28 +64,34 @@ def test_units_run_in_the_order_of_the_pipeline_plan_of_the_model() -> None:
     assert [unit.name for unit in find_units(model, "auto", "parallelism")] == in_order
 
 
-def losses(outcome: Outcome) -> list[float]:
-    assert outcome.code == 0, outcome.text
-    return [float(number) for number in re.findall(r"step \d+/6 loss (\d+\.\d+)", outcome.text)]
+def losses(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"step \d+/6 loss (\d+\.\d+)", text)]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     command = [sys.executable, FINETUNE, "parallelism=single", *FEW]
-    return losses(run(command, tmp_path_factory.mktemp("alone"), deadline=240, env=clean_environment()))
+    outcome = run(command, tmp_path_factory.mktemp("alone"), deadline=170, env=clean_environment())
+    assert outcome.code == 0, outcome.text
+    return losses(outcome.text)
 
 
+@pytest.mark.xdist_group("finetune")
 def test_fine_tuning_learns(alone: list[float]) -> None:
     assert len(alone) == 6
     assert alone[0] == pytest.approx(5.55, abs=0.1)  # log(256): the first guess is uniform
     assert alone[-1] < alone[0] - 0.3
 
 
-@pytest.mark.parametrize("preset", ["fsdp_tp", "pp_fsdp"])
-def test_fine_tuning_matches_one_process(preset: str, alone: list[float], tmp_path: Path) -> None:
-    found = losses(run(torchrun(4, FINETUNE, f"parallelism={preset}", *FEW), tmp_path, deadline=240))
-    assert len(found) == 6, "printed on rank 0 only"
-    assert found == pytest.approx(alone, abs=1e-4)
+@pytest.mark.xdist_group("finetune")
+def test_fine_tuning_matches_one_process(alone: list[float], tmp_path: Path) -> None:
+    command = [sys.executable, FINETUNE, "-m", "parallelism=fsdp_tp,pp_fsdp", "hydra.launcher.nproc_per_node=4", *FEW]
+    outcome = run([*command, "hydra.sweep.dir=."], tmp_path, deadline=170, env=clean_environment())
+    assert outcome.code == 0, outcome.text
+    for number in range(2):
+        found = losses((tmp_path / f"{number}/ranks/0.log").read_text())
+        assert len(found) == 6
+        assert found == pytest.approx(alone, abs=1e-4)
 
 
 @pytest.fixture

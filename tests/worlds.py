@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from apps import jobs, layouts, pipelines
-from processes import Outcome, python, run, torchrun
+from processes import Outcome, python, run
 
 DEADLINE = 1200
 """Seconds for a world, and for the test that happens to start it (and those before it): several times what they take."""
@@ -39,12 +39,14 @@ def folder() -> Path:
 _kept: list[Any] = []
 
 
-def work(size: int) -> dict[str, Any]:
-    """Piece of work -> its argument, in order."""
+def work(size: int) -> dict[str, list[Any]]:
+    """Piece of work -> its arguments, in order."""
     pieces: dict[str, Any] = {"resume": jobs.RESUME, "norms": jobs.NORMS, "pipelines": pipelines.CASES}
-    found = {name: by_size[size] for name, by_size in pieces.items() if size in by_size}
-    found |= {"refusals": None} if size == 2 else {}
-    return {"parity": size, **({"observe": size} if size in layouts.OBSERVED else {}), **found}
+    found = {"parity": [size]}
+    found |= {"observe": [size]} if size in layouts.OBSERVED else {}
+    found |= {name: [by_size[size]] for name, by_size in pieces.items() if size in by_size}
+    found |= {"refusals": []} if size == 2 else {}
+    return found | ({"llamas": [], "fuzz": list(jobs.FUZZ)} if size == 4 else {})
 
 
 def reports(size: int) -> list[dict[str, Any]]:
@@ -59,8 +61,7 @@ def reports(size: int) -> list[dict[str, Any]]:
 @cache
 def start(size: int) -> Outcome:
     """Run a world, once, whether it fails or not."""
-    told = json.dumps(work(size))
-    command = python("world.py", told, warnings="default") if size == 1 else torchrun(size, "world.py", told)
+    command = python("world.py", str(size), json.dumps(work(size)), warnings="default")
     try:
         return run(command, folder(), deadline=DEADLINE)
     except AssertionError as error:

@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 
 from .. import _compat
 from .stand_ins import StandIn
 
-__all__ = ["Call", "Part", "QuietStage"]
+__all__ = ["Call", "Part"]
 
 
 _TENSOR = object()
@@ -126,41 +124,6 @@ class Part:
         spec, rest = self.output
         found = iter((tensors,) if isinstance(tensors, Tensor) else tensors)
         return _compat.unflatten([next(found) if leaf is _TENSOR else leaf for leaf in rest], spec)
-
-
-class QuietStage(PipelineStage):
-    """Torch's stage; its gradients are reduced over the data ranks only when told to, and a new schedule leaves them be."""
-
-    synchronizes = True
-    _aside: tuple[tuple[nn.Parameter, Tensor], ...] = ()
-
-    def lay_aside(self, *, unreduced: bool) -> None:
-        """Save the gradients of earlier steps from a schedule's first step.
-
-        It begins with a trial run that measures shapes, after which torch clears the gradients of FSDP's parameters. Those that
-        have not been reduced yet belong to the gathered parameters, which must be in place to be found.
-
-        Args:
-            unreduced: Whether there are such gradients.
-        """
-        gathered = [module for module in self.submod.modules() if isinstance(module, FSDPModule)]
-        for module in gathered:
-            module.set_requires_gradient_sync(False, recurse=False)  # the trial must not reduce what is there
-        held = [parameter for parameter in self.submod.parameters() if parameter.grad is not None]
-        for module in gathered if unreduced else ():
-            module.unshard()
-        held += [parameter for parameter in self.submod.parameters() if parameter.grad is not None]
-        self._aside = tuple((parameter, parameter.grad) for parameter in dict.fromkeys(held) if parameter.grad is not None)
-        for parameter, _ in self._aside:
-            parameter.grad = None
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Called by every schedule once all micro-batches are through."""
-        for parameter, gradient in self._aside:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        self._aside = ()
-        if self.synchronizes:
-            super().perform_reduce_grad(grad_scale_factor)
 
 
 def _watched(tensor: Tensor) -> Tensor:

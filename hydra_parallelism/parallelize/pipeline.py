@@ -10,13 +10,12 @@ Three steps, so that the other axes can be applied to each stage in between, as 
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor
 
 from .. import _compat
@@ -26,11 +25,14 @@ from ..runtime import ParallelContext
 from ..topology import Topology
 from .flow import Flow
 from .merge import adopt
-from .part import Call, Part, QuietStage
+from .part import Call, Part
 from .relay import Relay
 from .stages import Unit, choose_microbatches, divide, rank_of, splits_backward, stages_of
 from .stand_ins import Judge
 from .units import cut_out, find_units, furnish, refuse_shared, take_shapes
+
+if TYPE_CHECKING:
+    from .schedule import Run
 
 __all__ = ["Cut", "PipelinePlan", "PipelinedModel", "cut", "plan_pipeline"]
 
@@ -119,7 +121,7 @@ class PipelinedModel(nn.Module):
         self._end_rank = rank_of(len(plan.division) - 1, plan.schedule, plan.pp)
         self._relay = Relay(self._parts, lambda stage: rank_of(stage, plan.schedule, plan.pp), self._group, context.device)
         self._slots: dict[Any, dict[int, tuple[int, ...]]] = {}
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._unreduced = False
         self._keep_gathered()
         self._assemble()
@@ -213,7 +215,10 @@ class PipelinedModel(nn.Module):
         call = self._judge(args, kwargs)
         self._begin(call)
         if self._run is None or self._run.signature != call.signature:
-            self._run = _Run(self, call)
+            from .schedule import Run  # which imports half a second's worth of torch
+
+            plan, device = self.pipeline_plan, self._context.device
+            self._run = Run(self._parts, call, plan.schedule, plan.microbatches, len(plan.division), self._group, device)
         losses = self._run.step(call, targets, loss_fn, steps, synchronize, self._unreduced)
         self._unreduced = not synchronize
         loss = torch.stack(losses).mean() if losses else torch.zeros((), device=self._context.device)
@@ -284,53 +289,3 @@ class _Shape:
 
     size: torch.Size
     dtype: torch.dtype
-
-
-class _Run:
-    """A schedule for calls of one signature, with the buffers it holds."""
-
-    def __init__(self, model: PipelinedModel, call: Call) -> None:
-        plan, group, device = model.pipeline_plan, model._group, model._context.device
-        self.signature = call.signature
-        self._count, self._is_end, self._end = plan.microbatches, model._is_end, model._parts[-1]
-        self._stages = [QuietStage(part.module, part.index, len(plan.division), device, group=group) for part in model._parts]
-        kind = get_schedule_class(plan.schedule)
-        stages = self._stages if issubclass(kind, PipelineScheduleMulti) else self._stages[0]
-        # Torch would divide gradients by the number of micro-batches after each step, those of earlier steps again and again.
-        self._schedule = kind(stages, plan.microbatches, loss_fn=self._loss, scale_grads=False)
-        self._started = False
-        self._targets: list[Any] = []
-        self._loss_fn: Any = None
-        self._divisor = 1
-        self._losses: list[Tensor] = []
-
-    def step(self, call: Call, targets: Any, loss_fn: Any, steps: int, synchronize: bool, unreduced: bool) -> list[Tensor]:
-        """Losses of the micro-batches where this rank holds the last stage."""
-        self._loss_fn, self._divisor = loss_fn, self._count * steps
-        self._targets = _cut_targets(targets, self._count, call.batch)
-        for stage in self._stages:
-            stage.synchronizes = synchronize
-            if not self._started:
-                stage.lay_aside(unreduced=unreduced)
-        self._started = True
-        # The schedule hands out a number in place of targets, so that these may be anything.
-        target = {"target": torch.arange(self._count)} if self._is_end else {}
-        self._losses = []
-        self._schedule.step(**call.whole, **target, return_outputs=False)
-        losses, self._losses, self._targets, self._loss_fn = self._losses, [], [], None
-        return losses[-self._count :]  # a schedule's first step begins with a trial
-
-    def _loss(self, output: Any, number: Tensor) -> Tensor:
-        loss: Tensor = self._loss_fn(self._end.rebuild_output(output), self._targets[int(number)])
-        told = loss.detach()
-        self._losses.append((told.full_tensor() if isinstance(told, DTensor) else told).float())
-        return loss / self._divisor
-
-
-def _cut_targets(targets: Any, count: int, batch: int) -> list[Any]:
-    leaves, spec = _compat.flatten(targets)
-    pieces = [
-        leaf.chunk(count) if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == batch else (leaf,) * count
-        for leaf in leaves
-    ]
-    return [_compat.unflatten([piece[n] for piece in pieces], spec) for n in range(count)]

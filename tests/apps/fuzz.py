@@ -267,10 +267,9 @@ def compare(case: Case, context: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Run the cases of a seed, or one of them."""
-    seed, count, only = (int(argument) for argument in [*sys.argv[1:], "-1"][:3])
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+def report(seed: int, count: int, only: int = -1) -> list[dict[str, Any]]:
+    """Run the cases of a seed, or one of them, and say what came of each on this rank. Collective."""
+    rank, world, found = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), []
     for case in cases(seed, count, world):
         if only not in (-1, case.number):
             continue
@@ -280,12 +279,15 @@ def main() -> None:
         except Exception as error:  # a defect, told as the result of this case
             result = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-3000:]}
         took = round(time.monotonic() - began, 2)
-        _app.say(f"BODY {json.dumps({'number': case.number, 'rank': rank, **result, 'took': took, 'case': told})}")
+        found.append({"number": case.number, "rank": rank, **result, "took": took, "case": told})
         if "error" in result and dist.is_initialized():
-            os._exit(1)
+            _app.say(json.dumps(found[-1]))
+            os._exit(1)  # the others may be waiting for this rank
+    return found
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    main()
+    for line in report(*map(int, sys.argv[1:])):
+        _app.say(json.dumps(line))

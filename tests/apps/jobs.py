@@ -19,6 +19,9 @@ NORMS: dict[int, dict[str, list[dict[str, Any]]]] = {
 }
 """Name -> config, and options of the job by hand."""
 
+FUZZ = (2, 20)
+"""Seed, and number of random layouts, for 4 ranks."""
+
 FSDP4, HSDP, TP_FSDP = {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp_size": 2, "tp_plan": "auto"}
 PP_FSDP, PP_TP = {"pp_size": 2, "dp_shard": 2, "pipeline": {"microbatches": 2}}, {"pp_size": 2, "tp_size": 2}
 INTERLEAVED = {**PP_FSDP, "pipeline": {"schedule": "Interleaved1F1B", "microbatches": 2}}

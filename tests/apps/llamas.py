@@ -1,17 +1,12 @@
-"""Transformers' own models, tiny and random, trained under many layouts in one start of 4 processes: a JSON line per case.
+"""Transformers' own models, tiny and random, trained under many layouts of 4 processes.
 
 Like parity.py, with what a fine-tuning script calls: ``forward_backward`` and ``clip_grad_norm_``. The reference is plain torch
 and Transformers in every process.
 """
 
-import json
-import logging
-import os
-import sys
 from functools import cache
 from typing import Any
 
-import _app
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -121,23 +116,17 @@ def compare(found: Numbers, wanted: Numbers, context: ParallelContext) -> dict[s
     }
 
 
-def main() -> None:
-    """Every model under every layout, or the layouts whose names contain the first argument."""
-    rank, only = int(os.environ["RANK"]), "".join(sys.argv[1:2])
+def report(only: str = "") -> list[dict[str, Any]]:
+    """Every model under every layout, or the layouts whose names contain a word. Collective."""
+    found = []
     for layout, config in LLAMA_LAYOUTS.items():
         if only not in layout:
             continue
-        with parallel_context({**config, "runtime": {"timeout_s": 60}}) as context:
+        with parallel_context({**config, "runtime": {"timeout_s": 240}}) as context:
             for kind, optimizer in LLAMA_RUNS:
                 try:
-                    report = compare(train(kind, optimizer, context), reference(kind, optimizer), context)
+                    result = compare(train(kind, optimizer, context), reference(kind, optimizer), context)
                 except ConfigurationError as error:  # the same on every rank
-                    report = {"refused": str(error)}
-                if rank == 0:
-                    _app.say(f"BODY {json.dumps({'case': [layout, kind, optimizer], **report})}")
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    main()
+                    result = {"refused": str(error)}
+                found.append({"case": [layout, kind, optimizer], **result})
+    return found
