@@ -11,14 +11,14 @@ from processes import ROOT, Outcome, clean_environment, run, torchrun
 pytestmark = pytest.mark.processes
 
 TRAIN = ROOT / "examples/train.py"
-FEW = ("train.steps=20", "train.log_every=1", "model.num_layers=4")
+FEW = ("train.steps=8", "train.log_every=1", "model.num_layers=4")
 PRESETS = ("ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "pp", "pp_fsdp", "fsdp_pp_tp")
 once = pytest.mark.xdist_group("examples")
 """For tests that share what is run once."""
 
 
 def losses(text: str) -> list[float]:
-    return [float(number) for number in re.findall(r"step \d+/20 loss (\d+\.\d+)", text)]
+    return [float(number) for number in re.findall(r"step \d+/8 loss (\d+\.\d+)", text)]
 
 
 def trained(outcome: Outcome) -> list[float]:
@@ -44,16 +44,16 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @once
 def test_one_process_learns(reference: list[float]) -> None:
-    assert len(reference) == 20
+    assert len(reference) == 8
     assert reference[0] == pytest.approx(5.55, abs=0.1)  # log(256): the first guess is uniform
-    assert reference[-1] < 3.3
+    assert reference[-1] < 4.5
 
 
 @once
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_matches_one_process(preset: str, reference: list[float], sweep: Path) -> None:
     found = losses((sweep / f"{PRESETS.index(preset)}/ranks/0.log").read_text())
-    assert len(found) == 20
+    assert len(found) == 8
     assert found == pytest.approx(reference, abs=1e-4)
 
 
@@ -69,7 +69,7 @@ def test_every_preset_matches_one_process(preset: str, reference: list[float], s
 )
 def test_under_torchrun(layout: tuple[str, ...], reference: list[float], tmp_path: Path) -> None:
     found = trained(run(torchrun(4, TRAIN, *layout, *FEW), tmp_path))
-    assert len(found) == 20, "printed on rank 0 only"
+    assert len(found) == 8, "printed on rank 0 only"
     assert found == pytest.approx(reference, abs=1e-4)
 
 
