@@ -274,6 +274,14 @@ def test_a_module_between_split_ones_must_be_in_the_plan() -> None:
     assert "body.stack.0.inner_norm has parameters and is not in the plan, while body.stack.0.up, " in text
     assert "{body.stack.*.inner_norm: replicated_with_grad_allreduce} if it sees its rank's heads or features only" in text
     judge(Net(), 2, tp_size=2, tp_plan={**plan, "body.stack.*.inner_norm": "replicate"})
+    model = models.GPT(64, dim=16, num_layers=1, heads=2, hidden=16, seq_len=4)
+    model.tp_plan = {}
+    text = refusal(model, 2, tp_size=2, tp_plan={"layers.*.attention.q_proj": "colwise"})
+    assert (
+        "layers.0.attention.k_proj has parameters and is not in the plan, while layers.0.attention.q_proj beside it is" in text
+    )
+    assert text.endswith("try: {layers.*.attention.k_proj: colwise} if it makes slices, "
+                         "{layers.*.attention.k_proj: rowwise} if it takes them")  # fmt: skip
 
 
 @pytest.mark.parametrize(

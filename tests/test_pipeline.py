@@ -30,8 +30,8 @@ def test_refusals_are_the_same_on_every_rank_and_leave_the_pipeline_whole() -> N
     )
     assert first["batch"] == first["evaluation"]
     assert first["batch"] == (
-        "parallelism.pipeline.microbatches=4 does not divide the batch of 6 samples of this data rank, and the parts must "
-        "be equal\n  try: parallelism.pipeline.microbatches=3, or 8 samples"
+        "parallelism.pipeline.microbatches=4 does not divide the batch of 6 samples that this data rank has in one call, and "
+        "the parts must be equal\n  try: parallelism.pipeline.microbatches=3, or 8 samples a call"
     )
     assert first["cache"] == (
         "the output of the model holds something of type object, and each of the 4 micro-batches makes one of its own\n"

@@ -9,15 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from .. import _compat
 from ..config import FSDPConfig, ParallelismConfig
 from ..errors import ConfigurationError
 from ..runtime import ParallelContext
 from ..topology import Topology
-from . import blocks
+from . import blocks, styles
 from .recipe import Recipe
 
 __all__ = ["choose_units", "compute_dtype", "shard"]
@@ -45,9 +46,11 @@ def shard(module: nn.Module, recipe: Recipe, context: ParallelContext) -> None:
     """
     policy = _policy(recipe.config.fsdp, context)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype(recipe.config), reduce_dtype=torch.float32)
-    for _, unit in recipe.present(recipe.units, module):
-        if unit is not module:
-            fully_shard(unit, mp_policy=precision, **policy)
+    units = [unit for _, unit in recipe.present(recipe.units, module) if unit is not module]
+    for unit in (*units, module):
+        unit.register_forward_hook(_own_views)
+    for unit in units:
+        fully_shard(unit, mp_policy=precision, **policy)
     # Backward begins with what the root holds (norm, head): freed after forward, it would be gathered again at once.
     # ``None`` is torch's word for "unless this is the root of all".
     if recipe.config.fsdp.reshard_after_forward:
@@ -79,6 +82,14 @@ def choose_units(model: nn.Module, config: ParallelismConfig, topology: Topology
     units = tuple(sorted(found, key=lambda name: -name.count(".")))
     _refuse_shared(model, units, key, wrap)
     return units
+
+
+def _own_views(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Give FSDP no views to hang its backward hook on, which it warns of (a ``Linear`` with a bias returns one)."""
+    leaves, spec = _compat.flatten(output)
+    if not any(isinstance(leaf, Tensor) and _compat.is_view(leaf) for leaf in leaves):
+        return output
+    return _compat.unflatten([styles.own(leaf) for leaf in leaves], spec)
 
 
 def _policy(fsdp: FSDPConfig, context: ParallelContext) -> dict[str, Any]:

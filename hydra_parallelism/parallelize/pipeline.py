@@ -53,6 +53,8 @@ class PipelinePlan:
     pp: int
     key: str
     """Dotted path of the config, for messages."""
+    is_default: bool = False
+    """Whether nobody said how many micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ def plan_pipeline(model: nn.Module, config: ParallelismConfig, topology: Topolog
     units = find_units(model, config.pipeline.split, key)
     division = divide(units, config.pipeline.split, schedule, pp, key)
     refuse_shared(model, division, key)
-    return PipelinePlan(tuple(units), division, schedule, microbatches, pp, key)
+    is_default = config.pipeline.microbatches is None
+    return PipelinePlan(tuple(units), division, schedule, microbatches, pp, key, is_default)
 
 
 def cut(model: nn.Module, plan: PipelinePlan, context: ParallelContext) -> Cut:
@@ -229,12 +232,12 @@ class PipelinedModel(nn.Module):
         call, count = Call.of(args, kwargs), self.pipeline_plan.microbatches
         if call.batch % count or not call.batch:
             divisors = [n for n in range(1, call.batch + 1) if call.batch % n == 0]
-            nearest = min(divisors, key=lambda n: abs(n - count), default=1)
+            nearest = min(divisors, key=lambda n: (abs(n - count), -n), default=1)
+            key, default = self.pipeline_plan.key, " (null: twice the stages)" if self.pipeline_plan.is_default else ""
             raise ConfigurationError(
-                f"{self.pipeline_plan.key}.pipeline.microbatches={count} does not divide the batch of {call.batch} samples of "
-                f"this data rank, and the parts must be equal\n"
-                f"  try: {self.pipeline_plan.key}.pipeline.microbatches={nearest}, "
-                f"or {max(1, -(-call.batch // count)) * count} samples"
+                f"{key}.pipeline.microbatches={count}{default} does not divide the batch of {call.batch} samples that this "
+                f"data rank has in one call, and the parts must be equal\n"
+                f"  try: {key}.pipeline.microbatches={nearest}, or {max(1, -(-call.batch // count)) * count} samples a call"
             )
         return call
 

@@ -91,15 +91,27 @@ def find_zones(model: nn.Module, rules: Mapping[str, str], block_names: tuple[st
     for zone in (zone for zone, slices in found.items() if slices):
         inner = [name for name in rules if name.startswith(f"{zone}.")]
         for silent in _silent(model, zone, rules):
-            raise ConfigurationError(
-                f"{key}.tp_plan: {silent} has parameters and is not in the plan, while {', '.join(inner)} beside it are split\n"
-                f"  whether its gradients must be summed over tp depends on where it stands; say so with one more rule\n"
-                f"  try: {{{_starred(silent)}: replicated_with_grad_allreduce}} if it sees its rank's heads or features only, "
-                f"{{{_starred(silent)}: replicate}} if it sees all of them"
-            )
+            _refuse_silent(model.get_submodule(silent), silent, inner, key)
         _judge_heads(model.get_submodule(zone), zone, inner, tp, key)
         _judge_slices(model, zone, {name: rules[name] for name in inner}, key)
     return tuple(found)
+
+
+def _refuse_silent(module: nn.Module, name: str, inner: list[str], key: str) -> None:
+    pattern = _starred(name)
+    if isinstance(module, nn.Linear):
+        why = "a linear layer among split ones is split too, or its features do not fit theirs"
+        remedy = f"{{{pattern}: colwise}} if it makes slices, {{{pattern}: rowwise}} if it takes them"
+    else:
+        why = "whether its gradients must be summed over tp depends on where it stands; say so with one more rule"
+        remedy = (
+            f"{{{pattern}: replicated_with_grad_allreduce}} if it sees its rank's heads or features only, "
+            f"{{{pattern}: replicate}} if it sees all of them"
+        )
+    beside = f"{', '.join(inner)} beside it {'are' if len(inner) > 1 else 'is'} split"
+    raise ConfigurationError(
+        f"{key}.tp_plan: {name} has parameters and is not in the plan, while {beside}\n  {why}\n  try: {remedy}"
+    )
 
 
 def _zone(name: str, block_names: tuple[str, ...]) -> str:

@@ -139,12 +139,17 @@ VOCAB = {"gpt": 60, "odd": 30, "llama": 60, "packed": 48}
 
 
 def make(name: str) -> nn.Module:
-    """A model by name. ``gpt`` and ``llama`` divide by 2, 3 and 4; ``odd`` by 2 alone, and its halves by nothing."""
+    """A model by name. ``gpt`` and ``llama`` divide by 2, 3 and 4; ``odd`` by 2 alone, and its halves by nothing.
+
+    The head of ``odd`` has a bias, which makes its output a view.
+    """
     vocab = VOCAB[name]
     if name == "gpt":
         return GPT(vocab, dim=48, num_layers=2, heads=12, hidden=96, seq_len=SEQUENCE)
     if name == "odd":
-        return GPT(vocab, dim=20, num_layers=3, heads=2, hidden=30, seq_len=SEQUENCE + 1)
+        model = GPT(vocab, dim=20, num_layers=3, heads=2, hidden=30, seq_len=SEQUENCE + 1)
+        model.head = nn.Linear(20, vocab)
+        return model
     if name == "llama":
         return Llama(vocab, dim=96, num_layers=2, heads=24, kv_heads=12, hidden=60)
     return Llama(vocab, dim=32, num_layers=2, heads=8, kv_heads=4, hidden=40, packed=True)
