@@ -30,7 +30,7 @@ from . import record
 from .errors import ConfigurationError, ParallelismError
 from .runtime import ParallelContext
 
-__all__ = ["agree", "finish", "on_first", "open_", "partial", "prepare", "read_extra", "unite"]
+__all__ = ["agree", "finish", "on_first", "open_", "partial", "prepare", "read_extra", "readable", "unite"]
 
 _FORMAT = 1
 _RECORD, _EXTRA = "topology.yaml", "extra.pt"
@@ -125,6 +125,23 @@ def open_(folder: Path) -> tuple[dict[str, Any], Metadata]:
 def read_extra(folder: Path) -> Any:
     """What the caller of ``save`` gave along."""
     return torch.load(folder / _EXTRA, map_location="cpu", weights_only=True)
+
+
+def readable(folder: Path, read: Callable[[Path], _T]) -> _T:
+    """Read something of a checkpoint.
+
+    Raises:
+        ConfigurationError: What is there is damaged.
+    """
+    try:
+        return read(folder)
+    except (ParallelismError, OSError):
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"the checkpoint {folder} is damaged: {type(error).__name__}: {error}\n"
+            "  try: copy the folder again, or an earlier checkpoint"
+        ) from error
 
 
 def on_first(act: Callable[[], _T]) -> _T:

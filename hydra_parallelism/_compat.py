@@ -16,6 +16,7 @@ __all__ = [
     "child_processes",
     "default_store",
     "flatten",
+    "forget_unreduced",
     "is_view",
     "norms",
     "registered_groups",
@@ -59,6 +60,15 @@ def unflatten(leaves: list[Any], spec: Any) -> Any:
 def is_view(tensor: Tensor) -> bool:
     """Whether a tensor shares the memory of another one as autograd sees it."""
     return tensor._is_view()
+
+
+def forget_unreduced(module: Any) -> None:
+    """Drop the gradients that an FSDP module has not reduced yet, which belong to its gathered parameters."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
 
 
 def norms(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:

@@ -115,8 +115,8 @@ def load(
             parameters of one param group were saved with different settings.
     """
     path, context = Path(folder).absolute(), context or _running()
-    saved, metadata = files.agree(lambda: files.open_(path))
-    extra = files.agree(lambda: files.read_extra(path))
+    saved, metadata = files.agree(lambda: files.readable(path, files.open_))
+    extra = files.agree(lambda: files.readable(path, files.read_extra))
     state = states.target(model, optimizer, metadata)
     states.check(state, metadata, with_optimizer=optimizer is not None)
     if not dist.is_initialized() or dist.get_rank() == 0:

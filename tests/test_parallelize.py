@@ -378,3 +378,64 @@ def test_a_context_knows_what_it_was_made_with() -> None:
         assert context.config.fsdp.wrap == ["Block"]
         assert context.config.dp_shard == -1
         assert context.key == "train.parallelism"
+
+
+# What would be wrong without a word
+
+
+class Odd(nn.Module):
+    """Two layers and something between them, without blocks."""
+
+    def __init__(self, between: nn.Module, width: int = 16) -> None:
+        super().__init__()
+        self.fc1, self.between, self.fc2 = nn.Linear(8, width), between, nn.Linear(16, 8)
+
+
+def with_conv() -> nn.Module:
+    model = Net()
+    model.body.stack[0].conv, model.head = nn.Conv1d(8, 8, 3), nn.Linear(8, 8)
+    return model
+
+
+def with_scalar() -> nn.Module:
+    model = Net()
+    model.gain = nn.Parameter(torch.ones(()))
+    return model
+
+
+TWO_LAYERS = {"fc1": "colwise", "fc2": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "said"),
+    [
+        (with_scalar(), {}, "parallelism: gain is a parameter of no dimension, which FSDP cannot shard\n  try: one of"),
+        (nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), {}, "parallelism: 0 has max_norm=1 and scales its weight down"),
+        (Net(), {"tp_size": 2, "tp_plan": {}}, "parallelism.tp_size=2, but parallelism.tp_plan={}: 2 ranks would compute the"),
+        (Net(), {"activation_checkpointing": 4}, "parallelism.activation_checkpointing=4, but Net has 3 blocks, and no 4th"),
+        (Odd(nn.PReLU()), {"tp_size": 2, "tp_plan": TWO_LAYERS}, "between has parameters and is not in the plan"),
+        (
+            Odd(nn.ReLU(), 32),
+            {"tp_size": 2, "tp_plan": TWO_LAYERS},
+            "fc1 is colwise and returns 32 features, but what takes slices beside it takes at most 16: is it several matrices "
+            "in one?\n  try: {fc1: packed_colwise}",
+        ),
+        (
+            Odd(nn.ReLU()),
+            {"tp_size": 2, "tp_plan": {"fc1": "packed_colwise", "fc2": "rowwise"}},
+            "fc1 is packed_colwise, but half of its 16 features is what nothing beside it takes\n  try: {fc1: colwise}",
+        ),
+        (
+            with_conv(),
+            {"tp_size": 2, "tp_plan": {"head": "replicate"}, "enable_sequence_parallel": True},
+            "parallelism.enable_sequence_parallel=true, but body.stack.0.conv (Conv1d) may look along the sequence",
+        ),
+        (
+            Net(),
+            {"pp_size": 2, "pipeline": {"split": 5}},
+            "parallelism.pipeline.split=5 is neither auto nor a list with one list of module names per stage",
+        ),
+    ],
+)  # fmt: skip
+def test_what_would_be_wrong_is_refused(model: nn.Module, config: dict[str, Any], said: str) -> None:
+    assert said in refusal(model, config.get("tp_size", config.get("pp_size", 1)), **config)

@@ -90,7 +90,8 @@ def test_everything_at_once_keeps_names_and_ties() -> None:
 
 
 def test_ranks_with_different_models_refuse_together() -> None:
-    said = "parallelism: the ranks built different models: names, shapes or dtypes of their parameters differ"
+    what = "names, shapes, dtypes or requires_grad of their parameters"
+    said = f"parallelism: the ranks built different models: {what} differ"
     for seen in observations(2):
         assert seen["different_models"].startswith(f"{said}\n  try: build the model from the config alone")
     texts = sorted(seen["one_refuses"] for seen in observations(2))

@@ -52,6 +52,38 @@ class Skips(nn.Module):
         return self.head(x)
 
 
+class ReadsWeight(Skips):
+    """The head is the embedding's weight, read as an attribute."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) @ self.embed.weight
+
+
+class WritesInPlace(Skips):
+    """The embedding reaches the head through a buffer."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        kept = torch.zeros(*tokens.shape, 4)
+        x = self.embed(tokens)
+        kept[:] = x
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + kept)
+
+
+class Decides(Skips):
+    """What runs depends on values."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x) if x.sum() > 0 else -block(x)
+        return self.head(x)
+
+
 class Conditioned(Skips):
     """Every block is told what a module before the blocks made of the tokens."""
 
@@ -139,6 +171,9 @@ def test_what_travels(name: str) -> None:
         (Looped, [["embed"], ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]],
          "blocks.0 runs more than once in one forward, which a pipeline cannot do"),
         (Skips, [["embed", "head", "blocks.0", "blocks.1"], ["blocks.2", "blocks.3"]], "reads what"),
+        (ReadsWeight, HALVES, "the forward of ReadsWeight cannot be run in stages: it reads embed.weight itself"),
+        (WritesInPlace, HALVES, "it writes what embed computes into a tensor in place, which hides where that goes"),
+        (Decides, HALVES, "it decides by the values of what embed computes, which the other stages do not have"),
         (tiny.GPT,
          [["token_embedding", "layers.0"], ["position_embedding", *(f"layers.{n}" for n in (1, 2, 3)), "norm", "head"]],
          "position_embedding, with which stage 1 begins, reads nothing from stage 0"),

@@ -5,12 +5,12 @@ a part: ``layers.*.attn.[qkv]_proj``. Everything here looks and changes nothing.
 """
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from torch import nn
 
-__all__ = ["find_block_list", "find_blocks", "match", "matches", "near"]
+__all__ = ["find_block_list", "find_blocks", "match", "matches", "near", "starred"]
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -53,8 +53,8 @@ def match(pattern: str, names: Iterable[str]) -> list[str]:
 
 def near(pattern: str, names: Iterable[str], limit: int = 3) -> list[str]:
     """Names that somebody may have meant who wrote a pattern that matches nothing, numbers written as ``*``."""
-    seen = list(dict.fromkeys(_generalize(name) for name in names if name))
-    return difflib.get_close_matches(_generalize(pattern), seen, n=limit, cutoff=0.5)
+    seen = list(dict.fromkeys(starred(name) for name in names if name))
+    return difflib.get_close_matches(starred(pattern), seen, n=limit, cutoff=0.5)
 
 
 def _is_repeated(container: nn.Module) -> bool:
@@ -67,9 +67,6 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(iter(module.parameters()), None) is not None
 
 
-def _generalize(name: str) -> str:
-    return ".".join(_parts(name))
-
-
-def _parts(name: str) -> Iterator[str]:
-    return ("*" if part.isdigit() else part for part in name.split("."))
+def starred(name: str) -> str:
+    """The pattern for a module and its like in the other blocks: numbers become ``*``."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -26,10 +26,10 @@ __all__ = ["choose_units", "compute_dtype", "shard"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def compute_dtype(config: ParallelismConfig) -> torch.dtype:
-    """The dtype in which FSDP computes and all-gathers."""
+def compute_dtype(config: ParallelismConfig) -> torch.dtype | None:
+    """The dtype in which FSDP computes and all-gathers; ``None`` is that of the parameters."""
     chosen = config.fsdp.mixed_precision
-    return torch.float32 if chosen is None else _DTYPES[chosen.name]
+    return None if chosen is None else _DTYPES[chosen.name]
 
 
 def shard(module: nn.Module, recipe: Recipe, context: ParallelContext) -> None:
@@ -45,7 +45,9 @@ def shard(module: nn.Module, recipe: Recipe, context: ParallelContext) -> None:
         context: The context whose meshes and device to use.
     """
     policy = _policy(recipe.config.fsdp, context)
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype(recipe.config), reduce_dtype=torch.float32)
+    dtype = compute_dtype(recipe.config)
+    wide = None if dtype is None else torch.float32
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide)
     units = [unit for _, unit in recipe.present(recipe.units, module) if unit is not module]
     for unit in (*units, module):
         unit.register_forward_hook(_own_views)
@@ -55,7 +57,7 @@ def shard(module: nn.Module, recipe: Recipe, context: ParallelContext) -> None:
     # ``None`` is torch's word for "unless this is the root of all".
     if recipe.config.fsdp.reshard_after_forward:
         policy["reshard_after_forward"] = None
-    fully_shard(module, mp_policy=replace(precision, output_dtype=torch.float32), **policy)
+    fully_shard(module, mp_policy=replace(precision, output_dtype=wide), **policy)
 
 
 def choose_units(model: nn.Module, config: ParallelismConfig, topology: Topology, key: str) -> tuple[str, ...]:

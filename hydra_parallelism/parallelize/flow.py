@@ -56,6 +56,14 @@ class Flow:
         try:
             with torch.no_grad(), torch.random.fork_rng(devices):
                 output = self.skeleton.train(training)(*args, **kwargs)
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            raise ConfigurationError(
+                f"the forward of {type(self.skeleton).__name__} cannot be run in stages: {error}\n"
+                f"  it runs on every stage, with stand-ins for what other stages hold\n"
+                f"  try: a forward that passes tensors from module to module, or {self._key}.pp_size=1"
+            ) from error
         finally:
             self._mark(False)
         last = len(self._division) - 1

@@ -108,6 +108,7 @@ def judge(model: nn.Module, config: ParallelismConfig, topology: Topology, key: 
     Raises:
         ConfigurationError: See :func:`parallelize`.
     """
+    weights.refuse_unfit(model, key)
     refused = [f"{key}.{name}={topology.size(axis)}" for axis, name in _NOT_APPLIED.items() if topology.size(axis) > 1]
     if refused:
         raise ConfigurationError(
@@ -117,7 +118,7 @@ def judge(model: nn.Module, config: ParallelismConfig, topology: Topology, key: 
     block_names = tuple(name for name, _ in blocks.find_blocks(model))
     rules = tensor.choose_rules(model, config, topology.tp, key)
     zones = tensor.find_zones(model, rules, block_names, topology.tp, key)
-    sequence.judge(model, config, block_names, zones, key)
+    sequence.judge(model, config, block_names, zones, rules, key)
     if topology.pp > 1:
         plan_pipeline(model, config, topology, key)
     return Recipe(

@@ -18,6 +18,7 @@ __all__ = ["Call", "Part"]
 
 
 _TENSOR = object()
+_SIMPLE = (bool, int, float, str)
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Call:
 
     @property
     def signature(self) -> Any:
-        """Equal for calls that need the same buffers and flow alike."""
+        """Equal for calls that flow alike: a flag among the arguments may send them another way."""
         return (str(self.spec), *map(_describe, self.leaves))
 
     def rebuild(self, pieces: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -63,7 +64,9 @@ class Call:
 
 
 def _describe(leaf: Any) -> Any:
-    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else str(leaf) if isinstance(leaf, str) else type(leaf)
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    return leaf if isinstance(leaf, _SIMPLE) else type(leaf)
 
 
 @dataclass

@@ -256,7 +256,9 @@ class PipelinedModel(nn.Module):
         """Give every rank of the pipeline the output of the last stage."""
         header: list[Any] = [None]
         tensors: list[Tensor] = []
-        if self._is_end:
+        if isinstance(output, ConfigurationError):
+            header = [output]
+        elif self._is_end:
             leaves, spec = _compat.flatten(output)
             leaves = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves]
             tensors = [leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor)]

@@ -39,6 +39,7 @@ class Recipe:
         return tuple(zone for zone in self.zones if f"{zone}.".startswith(tuple(f"{block}." for block in self.blocks)))
 
     def present(self, names: tuple[str, ...], module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Those of some names that a model or stage holds, with their modules, in the order of the names."""
+        """Those of some names that a model or stage holds, each module once, in the order of the names."""
         held = dict(module.named_modules(remove_duplicate=False))
-        return ((name, held[name]) for name in names if name in held)
+        first = {id(held[name]): name for name in reversed(names) if name in held}
+        return ((name, held[name]) for name in names if name in held and first[id(held[name])] == name)

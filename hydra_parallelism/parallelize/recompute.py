@@ -32,6 +32,11 @@ def choose_blocks(model: nn.Module, config: ParallelismConfig, block_names: tupl
             f"{key}.activation_checkpointing={policy}, but {type(model).__name__} has no list of repeated blocks\n"
             f"  try: {key}.activation_checkpointing=none"
         )
+    if policy != "full" and int(policy) > len(block_names):
+        raise ConfigurationError(
+            f"{key}.activation_checkpointing={policy}, but {type(model).__name__} has {len(block_names)} blocks, and no "
+            f"{policy}th one\n  try: {key}.activation_checkpointing={len(block_names)}, or full"
+        )
     return block_names[:: 1 if policy == "full" else int(policy)]
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import ConfigurationError
 from .part import Call, Part
 
 __all__ = ["Relay"]
@@ -68,5 +69,14 @@ class Relay:
             yield tensors
 
     def _join(self, outputs: list[tuple[Tensor, ...]]) -> Any:
-        """One output for the batch: tensors put together along dim 0, everything else from the last micro-batch."""
+        """One output for the batch: tensors put together along dim 0, everything else from the last micro-batch.
+
+        What cannot be put together comes out as the error to be raised, for the other ranks wait for this one.
+        """
+        if any(tensor.ndim == 0 for tensor in outputs[0]):
+            return ConfigurationError(
+                "the output of the model holds a tensor of no dimension (a loss?), and each of the "
+                f"{len(outputs)} micro-batches makes one of its own\n"
+                "  try: an output whose tensors have the batch in dim 0 (Transformers: no labels)"
+            )
         return self._parts[-1].rebuild_output(tuple(torch.cat(tensors) for tensors in zip(*outputs, strict=True)))

@@ -11,7 +11,7 @@ What embeds the tokens before the region and the norm and head behind it see who
 "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from ..config import ParallelismConfig
 from ..errors import ConfigurationError
+from . import blocks
 from .recipe import Recipe
 from .styles import STYLES, build, own
 
@@ -45,12 +46,19 @@ def placements(name: str, recipe: Recipe) -> tuple[Placement, Placement]:
     return Shard(_SEQUENCE), Shard(_SEQUENCE)
 
 
-def judge(model: nn.Module, config: ParallelismConfig, block_names: tuple[str, ...], zones: tuple[str, ...], key: str) -> None:
+def judge(
+    model: nn.Module,
+    config: ParallelismConfig,
+    block_names: tuple[str, ...],
+    zones: tuple[str, ...],
+    rules: Mapping[str, str],
+    key: str,
+) -> None:
     """Refuse sequence parallelism where its region cannot be told. Pure.
 
     Raises:
-        ConfigurationError: No plan, no block list, or a block that splits its heads itself, in a forward that takes the length
-            of the sequence from what would be a slice of it.
+        ConfigurationError: No plan, no block list, a module outside the zones that may look along the sequence, or a block that
+            splits its heads itself, in a forward that takes the length of the sequence from what would be a slice of it.
     """
     if not config.enable_sequence_parallel:
         return
@@ -64,6 +72,16 @@ def judge(model: nn.Module, config: ParallelismConfig, block_names: tuple[str, .
             f"{switch}, but {type(model).__name__} has no list of repeated blocks to shard the sequence in\n"
             f"  try: {key}.enable_sequence_parallel=false"
         )
+    for block_name in block_names:
+        for inner, module in model.get_submodule(block_name).named_modules():
+            path = f"{block_name}.{inner}".rstrip(".")
+            zoned = path in rules or any(f"{path}.".startswith(f"{zone}.") for zone in zones)
+            if not zoned and next(module.parameters(recurse=False), None) is not None and not _is_pointwise(module):
+                raise ConfigurationError(
+                    f"{switch}, but {path} ({type(module).__name__}) may look along the sequence, of which it has a slice\n"
+                    f"  try: {key}.tp_plan={{{blocks.starred(path)}: sequence_parallel}} if it treats each position alone, or "
+                    f"{key}.enable_sequence_parallel=false"
+                )
     for zone in zones:
         block = model.get_submodule(zone)
         if zone in block_names and any(isinstance(getattr(block, name, None), int) for name in HEADS):
@@ -71,6 +89,11 @@ def judge(model: nn.Module, config: ParallelismConfig, block_names: tuple[str, .
                 f"{switch}, but {zone} ({type(block).__name__}) splits heads in its own forward, where it would see a slice of "
                 f"the sequence\n  try: attention in a module of its own, or {key}.enable_sequence_parallel=false"
             )
+
+
+def _is_pointwise(module: nn.Module) -> bool:
+    """Whether a module treats each position of a sequence alone, as far as its class tells; a block may hold scales itself."""
+    return isinstance(module, nn.Linear) or "norm" in type(module).__name__.lower() or any(True for _ in module.children())
 
 
 def enclose(module: nn.Module, recipe: Recipe, mesh: DeviceMesh) -> None:

@@ -175,7 +175,9 @@ def divide(units: Sequence[Unit], split: Any, schedule: str, pp: int, key: str) 
     stages = pp * stages_per_rank(schedule)
     if split == "auto":
         return _divide_evenly(units, stages, schedule, pp, key)
-    if isinstance(split, str) or not all(isinstance(names, list | tuple) for names in split):
+    if not isinstance(split, list | tuple) or not all(
+        isinstance(names, list | tuple) and all(isinstance(name, str) for name in names) for names in split
+    ):
         raise ConfigurationError(
             f"{key}.pipeline.split={split} is neither auto nor a list with one list of module names per stage\n"
             f"  try: {key}.pipeline.split=auto"

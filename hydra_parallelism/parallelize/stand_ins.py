@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import _compat
 
-__all__ = ["Judge", "StandIn", "Traced", "meta_copy", "sources", "trace"]
+__all__ = ["Judge", "StandIn", "Traced", "Untraceable", "meta_copy", "sources", "trace"]
 
 Visit = Callable[[str, list[Any]], None]
 """Told the name of a unit and the flat arguments of its call."""
@@ -34,6 +34,14 @@ _LIKE = {
 """What takes a shape, dtype or device from a tensor and nothing of its values."""
 
 
+_DECISIONS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist}
+"""What takes values out of a tensor, for the forward to decide by."""
+
+
+class Untraceable(RuntimeError):
+    """A forward does what cannot be followed from unit to unit."""
+
+
 class Traced(Tensor):
     """A tensor that remembers from the outputs of which units it was computed."""
 
@@ -42,11 +50,28 @@ class Traced(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and pass the origins of its operands on to its results."""
-        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        leaves, spec = _compat.flatten(result)
         origins = frozenset() if func in _LIKE else sources(_compat.flatten((args, kwargs))[0])
+        if origins:
+            _refuse_untraceable(func, args, origins)
+        result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if origins and _writes(func):
+            _mark(args[0], origins | sources([args[0]]))
+        leaves, spec = _compat.flatten(result)
         marked = [_mark(leaf, origins) if isinstance(leaf, Traced) else leaf for leaf in leaves]
         return _compat.unflatten(marked, spec) if any(isinstance(leaf, Traced) for leaf in leaves) else result
+
+
+def _refuse_untraceable(func: Any, args: Any, origins: frozenset[str]) -> None:
+    made = ", ".join(sorted(origins)[:3])
+    if func in _DECISIONS:
+        raise Untraceable(f"it decides by the values of what {made} computes, which the other stages do not have")
+    if _writes(func) and not isinstance(args[0], Traced):
+        raise Untraceable(f"it writes what {made} computes into a tensor in place, which hides where that goes")
+
+
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def trace(tensor: Tensor, origin: str) -> Traced:
@@ -101,7 +126,10 @@ class StandIn(nn.Module):
         except AttributeError:
             if "_original" not in self.__dict__:
                 raise
-            return getattr(self._original[0], name)
+            value = getattr(self._original[0], name)
+        if isinstance(value, Tensor):
+            raise Untraceable(f"it reads {self.name}.{name} itself, which another stage holds")
+        return value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Zeros in the shapes of what the original would return."""

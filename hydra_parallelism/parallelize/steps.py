@@ -5,6 +5,7 @@ for step in accumulate(model, 4):
 optimizer.step()
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import _compat
 from ..errors import ConfigurationError
 from .pipeline import PipelinedModel
 
 __all__ = ["accumulate", "forward_backward"]
+
+_log = logging.getLogger(__name__)
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -70,7 +74,7 @@ def accumulate(model: nn.Module, steps: int) -> Iterator[int]:
     """Count the calls of :func:`forward_backward` whose gradients go into one optimizer step.
 
     Gradients come out as the mean over the calls, and are reduced over the data ranks in the last one only. Until then FSDP
-    keeps them unsharded, which costs the memory of one full copy.
+    keeps them unsharded, which costs the memory of one full copy. A loop that is left early drops them, and says so.
 
     Example:
         >>> for step in accumulate(model, 4):
@@ -85,6 +89,7 @@ def accumulate(model: nn.Module, steps: int) -> Iterator[int]:
 
 
 def _count(model: nn.Module, steps: int) -> Iterator[int]:
+    is_last = True
     try:
         for step in range(steps):
             is_last = step == steps - 1
@@ -94,6 +99,8 @@ def _count(model: nn.Module, steps: int) -> Iterator[int]:
     finally:  # also when the loop is left early
         _shares.pop(model, None)
         _synchronize(model, True)
+        if not is_last:
+            _drop(model, f"accumulate(model, {steps}) was left after {step + 1} calls")
 
 
 def _synchronize(model: nn.Module, on: bool) -> None:
@@ -102,6 +109,16 @@ def _synchronize(model: nn.Module, on: bool) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(on, recurse=False)
+
+
+def _drop(model: nn.Module, why: str) -> None:
+    """Forget gradients that have not been reduced: the next step would add its own to them, on one rank's data."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        _compat.forget_unreduced(module)
+        module.reshard()
+    if sharded:
+        _log.warning("%s, before gradients are reduced: those so far are dropped", why)
 
 
 def _quiet(model: nn.Module, share: _Share) -> AbstractContextManager[Any]:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from ..config import ParallelismConfig
 from ..errors import ConfigurationError
 from ..runtime import ParallelContext
-from . import plans, sequence
+from . import blocks, plans, sequence
 from .recipe import Recipe
 from .styles import STYLES, build, own
 
@@ -59,10 +59,11 @@ def choose_rules(model: nn.Module, config: ParallelismConfig, tp: int, key: str)
     Raises:
         ConfigurationError: No plan at ``tp > 1``, a style that does not fit its module, or a dim that ``tp`` does not divide.
     """
-    if config.tp_plan is None and tp > 1:
+    if not config.tp_plan and tp > 1:
+        given = "null" if config.tp_plan is None else "{}"
         raise ConfigurationError(
-            f"{key}.tp_size={tp}, but {key}.tp_plan=null: {tp} ranks would compute the whole model each, {tp} times the same\n"
-            f"  try: {key}.tp_plan=auto (the model's own plan), or a mapping of module patterns to styles"
+            f"{key}.tp_size={tp}, but {key}.tp_plan={given}: {tp} ranks would compute the whole model each, {tp} times the "
+            f"same\n  try: {key}.tp_plan=auto (the model's own plan), or a mapping of module patterns to styles"
         )
     rules = _complete_ties(model, plans.resolve(model, config, key))
     for name, style in rules.items():
@@ -87,7 +88,13 @@ def find_zones(model: nn.Module, rules: Mapping[str, str], block_names: tuple[st
         in_block = any(f"{zone}.".startswith(f"{block}.") for block in block_names)
         if zone and (slices or (in_block and STYLES[style].dim is not None)):
             found[zone] = found.get(zone, False) or slices
-    _judge_root({name: style for name, style in rules.items() if not _zone(name, block_names)}, key)
+    at_root = {name: style for name, style in rules.items() if not _zone(name, block_names)}
+    _judge_root(at_root, key)
+    if any(STYLES[style].splits and style != "colwise_vocab" for style in at_root.values()):
+        for silent in _silent(model, "", rules):
+            if not any(f"{silent}.".startswith(f"{other}.") for other in (*block_names, *found)):
+                _refuse_silent(model.get_submodule(silent), silent, list(at_root), key)
+        _judge_stacked(model, at_root, key)
     for zone in (zone for zone, slices in found.items() if slices):
         inner = [name for name in rules if name.startswith(f"{zone}.")]
         for silent in _silent(model, zone, rules):
@@ -98,7 +105,7 @@ def find_zones(model: nn.Module, rules: Mapping[str, str], block_names: tuple[st
 
 
 def _refuse_silent(module: nn.Module, name: str, inner: list[str], key: str) -> None:
-    pattern = _starred(name)
+    pattern = blocks.starred(name)
     if isinstance(module, nn.Linear):
         why = "a linear layer among split ones is split too, or its features do not fit theirs"
         remedy = f"{{{pattern}: colwise}} if it makes slices, {{{pattern}: rowwise}} if it takes them"
@@ -124,8 +131,8 @@ def _zone(name: str, block_names: tuple[str, ...]) -> str:
 
 def _silent(model: nn.Module, zone: str, rules: Mapping[str, str]) -> Iterator[str]:
     for inner, module in model.get_submodule(zone).named_modules():
-        name = f"{zone}.{inner}".rstrip(".")
-        if name not in rules and next(module.parameters(recurse=False), None) is not None:
+        name = f"{zone}.{inner}".strip(".")
+        if name and name not in rules and next(module.parameters(recurse=False), None) is not None:
             yield name
 
 
@@ -177,6 +184,7 @@ def _judge_slices(model: nn.Module, zone: str, rules: Mapping[str, str], key: st
     if not sides["out"]:
         name = sides["in"][0]
         _refuse_slices(name, rules[name], f"it takes a slice, and no module of {zone} returns one", "rowwise_split_input", key)
+    _judge_stacked(model, rules, key)
     widths = {_width(model, name): name for name in sides["out"]}
     for name, style in rules.items():
         beside = widths.get(_width(model, name))
@@ -185,13 +193,42 @@ def _judge_slices(model: nn.Module, zone: str, rules: Mapping[str, str], key: st
             _refuse_slices(name, style, why, rules[beside], key)
 
 
+def _judge_stacked(model: nn.Module, rules: Mapping[str, str], key: str) -> None:
+    """A layer that returns more than any layer beside it takes is several matrices, and ``colwise`` takes them for one."""
+    takers = [(_width(model, name) or 0, STYLES[style]) for name, style in rules.items() if STYLES[style].splits == "in"]
+    widths = [width // kind.pieces for width, kind in takers]
+    for name, style in rules.items():
+        features = getattr(model.get_submodule(name), "out_features", None)
+        if widths and features and STYLES[style].splits == "out" and style != "colwise_vocab":
+            _judge_pieces(name, style, features, widths, key)
+
+
+def _judge_pieces(name: str, style: str, features: int, widths: list[int], key: str) -> None:
+    pieces = STYLES[style].pieces
+    if features // pieces > max(widths):
+        remedy = (
+            f"{{{blocks.starred(name)}: packed_colwise}}"
+            if features == 2 * max(widths)
+            else f"one layer for each matrix instead of {name}"
+        )
+        raise ConfigurationError(
+            f"{key}.tp_plan: {name} is {style} and returns {features} features, but what takes slices beside it takes at most "
+            f"{max(widths)}: is it several matrices in one?\n  try: {remedy}"
+        )
+    if pieces > 1 and features // pieces not in widths:
+        raise ConfigurationError(
+            f"{key}.tp_plan: {name} is {style}, but half of its {features} features is what nothing beside it takes\n"
+            f"  try: {{{blocks.starred(name)}: colwise}}"
+        )
+
+
 def _width(model: nn.Module, name: str) -> int | None:
     return getattr(model.get_submodule(name), "in_features", None)
 
 
 def _refuse_slices(name: str, style: str, why: str, instead: str, key: str) -> None:
     raise ConfigurationError(
-        f"{key}.tp_plan: {name} is {style}, but {why}\n  try: {{{_starred(name)}: {instead}}}, or {key}.tp_plan=auto"
+        f"{key}.tp_plan: {name} is {style}, but {why}\n  try: {{{blocks.starred(name)}: {instead}}}, or {key}.tp_plan=auto"
     )
 
 
@@ -213,10 +250,6 @@ def _judge_heads(module: nn.Module, zone: str, rules: list[str], tp: int, key: s
 
 def _divisor_below(size: int, tp: int) -> int:
     return next(n for n in range(min(size, tp), 0, -1) if size % n == 0)
-
-
-def _starred(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _tied(module: nn.Module) -> list[list[tuple[str, str]]]:

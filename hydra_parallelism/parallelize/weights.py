@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigurationError
 from ..runtime import ParallelContext
 
-__all__ = ["Initialize", "agree", "blueprint", "fill", "judge"]
+__all__ = ["Initialize", "agree", "blueprint", "fill", "judge", "refuse_unfit"]
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +50,33 @@ def judge(model: nn.Module, init_weights: Initialize | None, state_dict: Mapping
             )
 
 
+def refuse_unfit(model: nn.Module, key: str) -> None:
+    """Refuse parameters that no layout can be right for. Pure.
+
+    Raises:
+        ConfigurationError: The model has been parallelized already, holds a parameter of no dimension, or an embedding that
+            changes its weight in its forward.
+    """
+    if any(isinstance(module, FSDPModule) for module in model.modules()) or any(
+        isinstance(parameter, DTensor) for parameter in model.parameters()
+    ):
+        raise ConfigurationError(
+            f"{key}: {type(model).__name__} has been parallelized already\n  try: parallelize(model) once, on the plain model"
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise ConfigurationError(
+                f"{key}: {name} is a parameter of no dimension, which FSDP cannot shard\n"
+                f"  try: one of shape (1,), as nn.Parameter(torch.ones(1))"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ConfigurationError(
+                f"{key}: {name} has max_norm={module.max_norm:g} and scales its weight down in its forward, where there is "
+                f"only a gathered copy of it\n  try: max_norm=None"
+            )
+
+
 def agree(model: nn.Module, context: ParallelContext, key: str, error: Exception | None = None) -> None:
     """Go on together, or refuse together; give every rank rank 0's weights if they differ.
 
@@ -57,7 +86,7 @@ def agree(model: nn.Module, context: ParallelContext, key: str, error: Exception
         ConfigurationError: The ranks hold models of different parameters, or another rank cannot go on; on every rank.
         Exception: ``error``, on the ranks that came with one.
     """
-    made, filled = _digest_names(model), _digest_values(model)
+    made, filled = _digest_names(model), _digest_values(model) if error is None else 0
     seen = torch.tensor([made, -made, filled, -filled, error is not None], dtype=torch.int64, device=context.device)
     dist.all_reduce(seen, dist.ReduceOp.MAX)
     highest, lowest, values, low_values, failed = seen.tolist()
@@ -65,7 +94,7 @@ def agree(model: nn.Module, context: ParallelContext, key: str, error: Exception
         raise error
     if highest != -lowest:
         raise ConfigurationError(
-            f"{key}: the ranks built different models: names, shapes or dtypes of their parameters differ"
+            f"{key}: the ranks built different models: names, shapes, dtypes or requires_grad of their parameters differ"
             f"{', and some rank refused its own' if failed else ''}\n"
             "  try: build the model from the config alone, which is the same on every rank"
         )
@@ -166,7 +195,10 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _digest_names(model: nn.Module) -> int:
-    said = [f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.is_meta}" for name, tensor in _tensors(model)]
+    said = [
+        f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.is_meta} {tensor.requires_grad}"
+        for name, tensor in _tensors(model)
+    ]
     return _number("\n".join(said).encode())
 
 
