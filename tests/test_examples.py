@@ -8,7 +8,7 @@ import pytest
 
 from processes import ROOT, Outcome, clean_environment, run, torchrun
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]  # eight jobs in one fixture
 
 TRAIN = ROOT / "examples/train.py"
 FEW = ("train.steps=8", "train.log_every=1", "model.num_layers=4")
@@ -37,7 +37,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a sweep of 4 processes a job, job i under preset i."""
     folder = tmp_path_factory.mktemp("sweep")
     command = [sys.executable, TRAIN, "-m", f"parallelism={','.join(PRESETS)}", "hydra.launcher.nproc_per_node=4", *FEW]
-    outcome = run([*command, "hydra.sweep.dir=."], folder, deadline=170, env=clean_environment())
+    outcome = run([*command, "hydra.sweep.dir=."], folder, deadline=380, env=clean_environment())
     assert outcome.code == 0, outcome.text
     return folder
 

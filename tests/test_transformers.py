@@ -71,7 +71,7 @@ def losses(text: str) -> list[float]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     command = [sys.executable, FINETUNE, "parallelism=single", *FEW]
-    outcome = run(command, tmp_path_factory.mktemp("alone"), deadline=170, env=clean_environment())
+    outcome = run(command, tmp_path_factory.mktemp("alone"), deadline=380, env=clean_environment())
     assert outcome.code == 0, outcome.text
     return losses(outcome.text)
 
@@ -86,7 +86,7 @@ def test_fine_tuning_learns(alone: list[float]) -> None:
 @pytest.mark.xdist_group("finetune")
 def test_fine_tuning_matches_one_process(alone: list[float], tmp_path: Path) -> None:
     command = [sys.executable, FINETUNE, "-m", "parallelism=fsdp_tp,pp_fsdp", "hydra.launcher.nproc_per_node=4", *FEW]
-    outcome = run([*command, "hydra.sweep.dir=."], tmp_path, deadline=170, env=clean_environment())
+    outcome = run([*command, "hydra.sweep.dir=."], tmp_path, deadline=380, env=clean_environment())
     assert outcome.code == 0, outcome.text
     for number in range(2):
         found = losses((tmp_path / f"{number}/ranks/0.log").read_text())
