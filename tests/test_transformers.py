@@ -14,7 +14,6 @@ import worlds
 from apps.layouts import LLAMA_LAYOUTS, LLAMA_RUNS
 from processes import ROOT, clean_environment, run
 
-pytest.importorskip("transformers", reason="the extras `test` and `examples` install it")
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(worlds.DEADLINE)]
 TOLERANCE = 1e-5
 FINETUNE = ROOT / "examples/finetune.py"

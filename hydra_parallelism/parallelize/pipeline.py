@@ -218,7 +218,7 @@ class PipelinedModel(nn.Module):
         call = self._judge(args, kwargs)
         self._begin(call)
         if self._run is None or self._run.signature != call.signature:
-            from .schedule import Run  # which imports half a second's worth of torch
+            from .schedule import Run  # late: it imports much of torch
 
             plan, device = self.pipeline_plan, self._context.device
             self._run = Run(self._parts, call, plan.schedule, plan.microbatches, len(plan.division), self._group, device)

@@ -1,4 +1,4 @@
-"""Which stage of a pipeline holds what: arithmetic on names and sizes, no torch and no communication.
+"""Which stage of a pipeline holds what: arithmetic on names and sizes, without communication.
 
 A model is seen as *units* in the order in which they run: what comes before its repeated blocks, the blocks, what comes after.
 Stages are contiguous runs of units, and a schedule says how many stages one rank of ``pp`` holds and which:
@@ -15,10 +15,10 @@ ZBVZeroBubble, DualPipeV                                 2, V     0 3 | 1 2
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from ..errors import ConfigurationError
+from . import blocks
 
 __all__ = [
     "Unit",
@@ -247,7 +247,7 @@ def _divide_by_name(units: Sequence[Unit], split: Sequence[Sequence[str]], key: 
 
 
 def _named(pattern: str, units: Sequence[Unit], stage: int, key: str) -> list[str]:
-    hits = [unit.name for unit in units if _matches(pattern, unit.name)]
+    hits = [unit.name for unit in units if blocks.matches(pattern, unit.name)]
     if hits:
         return hits
     inside = next((unit.name for unit in units if pattern.startswith(f"{unit.name}.")), None)
@@ -261,11 +261,6 @@ def _named(pattern: str, units: Sequence[Unit], stage: int, key: str) -> list[st
     raise ConfigurationError(
         f"{key}.pipeline.split: {pattern!r} of stage {stage} names no module of the model\n  try: one of {names}"
     )
-
-
-def _matches(pattern: str, name: str) -> bool:
-    wanted, parts = pattern.split("."), name.split(".")
-    return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
 
 
 def _some(names: Iterable[str]) -> str:

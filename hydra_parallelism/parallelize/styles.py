@@ -29,6 +29,7 @@ depend on ``tp``; each use gathers it over ``tp`` and takes this rank's rows of 
 cheaper.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -146,9 +147,9 @@ class _Reparameterized(ParallelStyle):
         """How a parameter is kept over ``tp``."""
         return Replicate()
 
+    @abstractmethod
     def use(self, name: str, parameter: DTensor, mesh: DeviceMesh) -> Tensor:
         """What the forward computes with."""
-        raise NotImplementedError
 
     def finish(self, output: Any, parameters: Mapping[str, Any], mesh: DeviceMesh) -> Any:
         """What becomes of the output."""

@@ -91,10 +91,7 @@ def find_zones(model: nn.Module, rules: Mapping[str, str], block_names: tuple[st
     at_root = {name: style for name, style in rules.items() if not _zone(name, block_names)}
     _judge_root(at_root, key)
     if any(STYLES[style].splits and style != "colwise_vocab" for style in at_root.values()):
-        for silent in _silent(model, "", rules):
-            if not any(f"{silent}.".startswith(f"{other}.") for other in (*block_names, *found)):
-                _refuse_silent(model.get_submodule(silent), silent, list(at_root), key)
-        _judge_stacked(model, at_root, key)
+        _judge_beside(model, at_root, rules, (*block_names, *found), key)
     for zone in (zone for zone, slices in found.items() if slices):
         inner = [name for name in rules if name.startswith(f"{zone}.")]
         for silent in _silent(model, zone, rules):
@@ -102,6 +99,16 @@ def find_zones(model: nn.Module, rules: Mapping[str, str], block_names: tuple[st
         _judge_heads(model.get_submodule(zone), zone, inner, tp, key)
         _judge_slices(model, zone, {name: rules[name] for name in inner}, key)
     return tuple(found)
+
+
+def _judge_beside(
+    model: nn.Module, at_root: Mapping[str, str], rules: Mapping[str, str], apart: tuple[str, ...], key: str
+) -> None:
+    """The same of the root, if it passes slices from module to module: blocks and zones stand apart from it."""
+    for silent in _silent(model, "", rules):
+        if not any(f"{silent}.".startswith(f"{other}.") for other in apart):
+            _refuse_silent(model.get_submodule(silent), silent, list(at_root), key)
+    _judge_stacked(model, at_root, key)
 
 
 def _refuse_silent(module: nn.Module, name: str, inner: list[str], key: str) -> None:
