@@ -1,8 +1,9 @@
 """A small GPT in plain torch: what the training example trains.
 
-Nothing here computes with ranks. Three choices leave room for those who split the model: the query, key and value projections
+Nothing here computes with ranks. Four choices leave room for those who split the model: the query, key and value projections
 are separate ``Linear`` layers; attention takes its number of heads from the width that the projections produce, so a rank
-that holds half of ``q_proj`` computes half of the heads; and ``tp_plan`` says which modules may be split how.
+that holds half of ``q_proj`` computes half of the heads; ``tp_plan`` says which modules may be split how; and positions may be
+given, since a rank that holds a piece of the sequence cannot count them.
 """
 
 import torch
@@ -99,9 +100,13 @@ class GPT(nn.Module):
         self.head = nn.Linear(dim, vocab, bias=False)
         self.apply(_init_weights)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, sequence) of token numbers to (batch, sequence, vocab) of logits."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """(batch, sequence) of token numbers to (batch, sequence, vocab) of logits.
+
+        ``positions`` is (1, sequence): where in the sequence the tokens stand, for a rank that has a piece of it.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         for layer in self.layers:
             x = layer(x)

@@ -19,6 +19,7 @@ __all__ = [
     "forget_unreduced",
     "is_view",
     "norms",
+    "packed_attention",
     "registered_groups",
     "registered_parameters",
     "release_meshes",
@@ -74,6 +75,11 @@ def forget_unreduced(module: Any) -> None:
 def norms(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
     """Norm of each of some tensors of one device and dtype, in few kernels."""
     return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def packed_attention() -> Any:
+    """What ``nn.MultiheadAttention`` calls in evaluation instead of scaled_dot_product_attention."""
+    return torch._native_multi_head_attention
 
 
 def scale_(tensors: list[Tensor], factor: Tensor) -> None:

@@ -50,6 +50,13 @@ def the_record(cwd: Path, pattern: str = "outputs/*/*") -> dict:
     return yaml.safe_load((folders[0] / ".hydra/parallelism.yaml").read_text())
 
 
+def wait_for(path: Path, deadline: float) -> None:
+    began = time.monotonic()
+    while not path.exists():
+        assert time.monotonic() - began < deadline, f"no {path.name} after {deadline:g} s"
+        time.sleep(0.2)
+
+
 def test_srun_is_hsdp_with_replicas_across_nodes(cluster: dict[str, str], tmp_path: Path) -> None:
     command = ["srun", "-N", "2", "--ntasks-per-node", "2", sys.executable, TRAIN, "parallelism=hsdp", *FEW]
     outcome = run(command, tmp_path, env=cluster, deadline=120)
@@ -88,15 +95,17 @@ def test_without_srun_an_allocation_is_no_launch(shell: str, cluster: dict[str, 
     alone = f"{sys.executable} {SAY} parallelism=fsdp hydra.run.dir=alone"
     four = f"{sys.executable} {SAY} parallelism=fsdp parallelism.dp_shard=4 hydra.run.dir=four"
     script = tmp_path / "job.sh"
-    script.write_text(f"#!/bin/bash\ncd {tmp_path}\n{alone} && {four}\n")
+    script.write_text(f"#!/bin/bash\ncd {tmp_path}\n{alone} && {four}\necho $? > code && mv code done\n")
     script.chmod(0o755)
-    if shell == "sbatch":
-        outcome = run(["sbatch", "--wait", "-n", "4", "--output=log.txt", script], tmp_path, env=cluster)
+    if shell == "sbatch":  # its own --wait asks every 40 s
+        outcome = run(["sbatch", "-n", "4", "--output=log.txt", script], tmp_path, env=cluster)
+        wait_for(tmp_path / "done", deadline=120)
         text = (tmp_path / "log.txt").read_text()
     else:
         outcome = run(["salloc", "-n", "4", script], tmp_path, env=cluster)
         text = outcome.text
     assert outcome.code == 0, text
+    assert (tmp_path / "done").read_text() == "0\n", text
     assert "starting 4 processes" in text
     assert text.count("starting") == 1
     assert not (tmp_path / "alone/ranks").exists()

@@ -1,6 +1,6 @@
 """``parallelize``: judge everything, then apply it in the one order that works.
 
-Stage split, tensor plan (sequence parallelism with it), activation checkpointing, FSDP from the blocks to the root, then
+Stage split, tensor plan (sequence parallelism with it), attention over the context axes, activation checkpointing, FSDP from the blocks to the root, then
 weights for what was on ``meta``. Degrees of 1 take the same way as all others: a mesh axis of one rank is a mesh axis.
 
 What is judged depends on the config and the model alone, which are the same on every rank. Should they not be, one all-reduce
@@ -8,6 +8,7 @@ of five numbers, the first collective of all, has every rank refuse when one doe
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,13 +22,12 @@ from ..topology import Topology
 from . import blocks, data, recompute, sequence, tensor, weights
 from .pipeline import PipelinedModel, cut, plan_pipeline
 from .recipe import Recipe
+from .reroute import reroute
 
 __all__ = ["apply", "judge", "parallelize", "prepare"]
 
 _NOT_APPLIED = {
     "cfg": "cfg_parallel",
-    "ring": "context_parallel.ring_degree",
-    "ulysses": "context_parallel.ulysses_degree",
     "ep": "ep_size",
 }
 """Axis -> the key that sets it, for the axes that this release builds meshes for and does not apply to a model."""
@@ -87,7 +87,9 @@ def _pipeline(model: nn.Module, recipe: Recipe, context: ParallelContext) -> Pip
     """Cut a model into stages, do to each of this rank's what the recipe says, and make them run."""
     pieces = cut(model, plan_pipeline(model, recipe.config, context.topology, recipe.key), context)
     for part in pieces.parts.values():
-        apply(part, recipe, context)
+        apply(part, recipe, context, attends=False)
+    # The skeleton is run before a batch of a new shape: what the stages would refuse half-way, it refuses on every rank.
+    reroute(pieces.skeleton, replace(recipe, recomputed=()), context)
     judge_length = partial(sequence.judge_call, context.topology.tp, recipe.key)
     return PipelinedModel(pieces, context, judge_length if recipe.config.enable_sequence_parallel else None)
 
@@ -132,8 +134,16 @@ def judge(model: nn.Module, config: ParallelismConfig, topology: Topology, key: 
     )
 
 
-def apply(module: nn.Module, recipe: Recipe, context: ParallelContext) -> None:
-    """Do to a whole model, or to one stage of it, what a recipe says, in place. Collective: call on all ranks."""
+def apply(module: nn.Module, recipe: Recipe, context: ParallelContext, *, attends: bool = True) -> None:
+    """Do to a whole model, or to one stage of it, what a recipe says, in place. Collective: call on all ranks.
+
+    Args:
+        module: The model or stage.
+        recipe: What to do.
+        context: Whose meshes to use.
+        attends: Whether a forward without attention is a mistake under context parallelism. A stage may hold none.
+    """
     tensor.split_tensors(module, recipe, context)
+    reroute(module, recipe, context, attends=attends)
     recompute.wrap(module, recipe)
     data.shard(module, recipe, context)

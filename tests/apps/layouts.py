@@ -51,12 +51,53 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "hsdp2x4": {"dp_replicate": 2, "dp_shard": 4},
         "fsdp4_tp2": {"dp_shard": 4, "tp_size": 2, **_TP},
         "fsdp4_tp2_sp": {"dp_shard": 4, "tp_size": 2, **_SP},
-        "fsdp2_tp4_sp": {"dp_shard": 2, "tp_size": 4, **_SP},
         "hsdp2x2_tp2": {"dp_replicate": 2, "dp_shard": 2, "tp_size": 2, **_TP},
-        "hsdp2x2_tp2_sp": {"dp_replicate": 2, "dp_shard": 2, "tp_size": 2, **_SP},
     },
 }
 """World size -> layout -> config."""
+
+_RING2, _RING4, _ULYSSES2, _ULYSSES4, _USP = (
+    {"context_parallel": {"ring_degree": ring, "ulysses_degree": ulysses}}
+    for ring, ulysses in ((2, 1), (4, 1), (1, 2), (1, 4), (2, 2))
+)
+_SP2 = {"tp_size": 2, **_SP}
+
+CONTEXT: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "ring2": _RING2,
+        "ring2_in_order": {"context_parallel": {"ring_degree": 2, "load_balance": False}},
+        "ring2_recompute": {**_RING2, "activation_checkpointing": "full"},
+        "ulysses2": _ULYSSES2,
+        "ulysses2_recompute": {**_ULYSSES2, "activation_checkpointing": 2},
+    },
+    4: {
+        "ring4": _RING4,
+        "ulysses4": _ULYSSES4,
+        "usp2x2": _USP,
+        "fsdp2_ring2": {"dp_shard": 2, **_RING2},
+        "fsdp2_ulysses2": {"dp_shard": 2, **_ULYSSES2},
+        "replicate2_ring2": {"dp_replicate": 2, **_RING2},
+        "ring2_tp2": {"tp_size": 2, **_TP, **_RING2},
+        "ring2_tp2_sp": {**_SP2, **_RING2, "activation_checkpointing": "full"},
+        "ulysses2_tp2_sp": {**_SP2, **_ULYSSES2},
+        "pp2_ring2": {"pp_size": 2, **_RING2},
+        "pp2_ulysses2": {"pp_size": 2, **_ULYSSES2, "activation_checkpointing": "full"},
+    },
+    8: {
+        "fsdp2_ring4": {"dp_shard": 2, **_RING4},
+        "fsdp2_ulysses4": {"dp_shard": 2, **_ULYSSES4},
+        "fsdp2_usp2x2": {"dp_shard": 2, **_USP},
+        "hsdp2x2_ring2": {"dp_replicate": 2, "dp_shard": 2, **_RING2},
+        "hsdp2x2_ulysses2": {"dp_replicate": 2, "dp_shard": 2, **_ULYSSES2},
+        "ring4_tp2_sp": {**_SP2, **_RING4},
+        "ulysses4_tp2_sp": {**_SP2, **_ULYSSES4},
+        "usp2x2_tp2_sp": {**_SP2, **_USP},
+        "pp2_ring4": {"pp_size": 2, **_RING4},
+        "pp2_usp2x2": {"pp_size": 2, **_USP},
+        "pp2_fsdp2_ulysses2": {"pp_size": 2, "dp_shard": 2, **_ULYSSES2},
+    },
+}
+"""The same with the sequence cut over ring, ulysses or both: AdamW on models for longer sequences."""
 
 _GATHERED = {
     "tp_plan": {"layers.*.attention.[qkv]_proj": "colwise_rep", "layers.*.attention.o_proj": "rowwise_rep"},
@@ -104,7 +145,7 @@ OBSERVED = (1, 2, 4)
 """World sizes of observe.py."""
 
 _ALSO: dict[str, set[str]] = {
-    "llama": {"one_sp", "fsdp2", "tp2", "tp2_sp", "tp3_sp", "fsdp4", "tp4_sp", "fsdp2_tp2", "fsdp2_tp2_sp", "hsdp2x2_tp2_sp"},
+    "llama": {"one_sp", "fsdp2", "tp2", "tp2_sp", "tp3_sp", "fsdp4", "tp4_sp", "fsdp2_tp2", "fsdp2_tp2_sp"},
     "packed": {"tp2", "tp2_sp", "fsdp2_tp2_sp"},
     "odd": {"fsdp2", "tp2", "fsdp3", "fsdp4", "hsdp2x2", "fsdp2_tp2_sp", "replicate2_tp2"},
 }
@@ -118,6 +159,10 @@ def cases(size: int) -> Iterator[Case]:
         for model, layouts in _ALSO.items():
             if name in layouts:
                 yield Case(name, config, model)
+    for name, config in CONTEXT.get(size, {}).items():
+        yield Case(name, config, "gpt_long")
+        if name in ("ring2", "ulysses2", "usp2x2", "ring2_tp2_sp"):
+            yield Case(name, config, "llama_long")
     yield from EXTRAS.get(size, [])
     yield from MISTAKES.get(size, [])
 

@@ -116,8 +116,9 @@ class Llama(nn.Module):
         if packed:
             self.tp_plan = {**self.tp_plan, "layers.*.mlp.down_proj": "packed_rowwise"}
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(hidden_states=x, positions=positions)
@@ -128,14 +129,23 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     """Rotary embedding of (batch, heads, sequence, head width)."""
     half = x.shape[-1] // 2
     frequencies = 1.0 / 100.0 ** (torch.arange(half, device=x.device) / half)
-    angles = positions[:, None] * frequencies
+    angles = positions[..., None] * frequencies
     one, two = x[..., :half], x[..., half:]
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
 
 
-VOCAB = {"gpt": 60, "odd": 30, "llama": 60, "packed": 48}
+VOCAB = {"gpt": 60, "odd": 30, "llama": 60, "packed": 48, "gpt_long": 60, "llama_long": 60}
 """Model -> size of its vocabulary."""
+
+LONG = 24
+"""Tokens of a sequence that is cut into up to 8 pieces, and those into slices."""
+
+
+def length(name: str) -> int:
+    """Tokens of the sequences that a model is trained on."""
+    return LONG if name.endswith("_long") else SEQUENCE
+
 
 
 def make(name: str) -> nn.Module:
@@ -144,12 +154,12 @@ def make(name: str) -> nn.Module:
     The head of ``odd`` has a bias, which makes its output a view.
     """
     vocab = VOCAB[name]
-    if name == "gpt":
-        return GPT(vocab, dim=48, num_layers=2, heads=12, hidden=96, seq_len=SEQUENCE)
+    if name.startswith("gpt"):
+        return GPT(vocab, dim=48, num_layers=2, heads=12, hidden=96, seq_len=length(name))
     if name == "odd":
         model = GPT(vocab, dim=20, num_layers=3, heads=2, hidden=30, seq_len=SEQUENCE + 1)
         model.head = nn.Linear(20, vocab)
         return model
-    if name == "llama":
+    if name.startswith("llama"):
         return Llama(vocab, dim=96, num_layers=2, heads=24, kv_heads=12, hidden=60)
     return Llama(vocab, dim=32, num_layers=2, heads=8, kv_heads=4, hidden=40, packed=True)

@@ -13,13 +13,22 @@ from typing import Any
 
 import models
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from layouts import Case, cases
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from hydra_parallelism import ParallelContext, average_loss, clip_grad_norm_, forward_backward, parallel_context, parallelize
+from hydra_parallelism import (
+    ParallelContext,
+    average_loss,
+    clip_grad_norm_,
+    forward_backward,
+    parallel_context,
+    parallelize,
+    shard_sequence,
+)
 
 STEPS, BATCH, LIMIT = 3, 24, 0.5
 StepFunction = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -37,7 +46,7 @@ class Numbers:
 def batch(model: str, step: int) -> tuple[Tensor, Tensor]:
     """The global batch of a step: (batch, sequence) of tokens, and of the tokens to predict."""
     generator = torch.Generator().manual_seed(100 + step)
-    tokens = torch.randint(0, models.VOCAB[model], (BATCH, models.SEQUENCE + 1), generator=generator)
+    tokens = torch.randint(0, models.VOCAB[model], (BATCH, models.length(model) + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -90,8 +99,9 @@ def plain_step(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tenso
 
 
 def parallel_step(model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The same under a layout, by the library."""
-    loss = forward_backward(model, inputs, targets, loss_of)
+    """The same under a layout, by the library: on this rank's piece of the sequences, which may be all of them."""
+    inputs, targets, positions = shard_sequence(inputs, targets, torch.arange(inputs.shape[1])[None])
+    loss = forward_backward(model, (inputs, positions), targets, loss_of)
     return average_loss(loss), clip_grad_norm_(model, LIMIT)
 
 
@@ -120,7 +130,8 @@ def run(case: Case, context: ParallelContext) -> dict[str, float | str]:
             for parameter, value in zip(model.parameters(), first, strict=True):
                 local(parameter).copy_(value)
         found = train(model, case, kind, context.dp_world_size, context.dp_rank, step_of)
-        worst |= {f"{kind} {name}": value for name, value in compare(found, reference(case.model, kind)).items()}
+        apart = compare(found, reference(case.model, kind), context.topology.pp)
+        worst |= {f"{kind} {name}": value for name, value in apart.items()}
     return worst
 
 
@@ -137,10 +148,16 @@ def split(case: Case, context: ParallelContext) -> nn.Module:
     return parallelize(models.make(case.model))
 
 
-def compare(found: Numbers, wanted: Numbers) -> dict[str, Any]:
-    """Largest deviations; weights by name, so that a name that differs is an error."""
-    assert found.weights.keys() == wanted.weights.keys(), found.weights.keys() ^ wanted.weights.keys()
+def compare(found: Numbers, wanted: Numbers, stages: int) -> dict[str, Any]:
+    """Largest deviations; weights by name, so that a name that differs is an error. Collective if there are stages."""
+    assert found.weights.keys() <= wanted.weights.keys(), found.weights.keys() - wanted.weights.keys()
+    assert stages > 1 or found.weights.keys() == wanted.weights.keys(), wanted.weights.keys() - found.weights.keys()
     apart = {name: (value - wanted.weights[name]).abs().max().item() for name, value in found.weights.items()}
+    if stages > 1:  # each rank has those of its own
+        held: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(held, apart)
+        apart = {name: max(part.get(name, 0.0) for part in held) for name in {name for part in held for name in part}}
+        assert apart.keys() == wanted.weights.keys(), wanted.weights.keys() - apart.keys()
     worst = max(apart, key=apart.__getitem__)
     return {
         "loss": max(abs(a - b) for a, b in zip(found.losses, wanted.losses, strict=True)),

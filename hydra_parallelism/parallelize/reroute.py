@@ -1,0 +1,174 @@
+"""The context axes inside a model: each rank runs it on its piece of the sequence, and its attention still sees the whole.
+
+While the model's forward runs, a call of ``F.scaled_dot_product_attention`` goes to :func:`hydra_parallelism.attention`, so a
+model that calls it needs no change. Everything else in a transformer treats each position alone and is right on a piece; what
+looks along the sequence by other means would be wrong without a word. Calls that do are known by the length of the piece and
+refused: positions counted from 0, attention written out, sums and shifts along the sequence.
+
+Under activation checkpointing backward runs a block again, outside the model's forward; so its own forward is rerouted too.
+(Entered around a whole step, torch 2.13 finds other tensors in the second run than in the first.)
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .. import _compat
+from ..context_parallel import attention as attending
+from ..errors import ConfigurationError
+from ..runtime import ParallelContext
+from . import pretrained
+from .recipe import Recipe
+
+__all__ = ["Reroute", "reroute"]
+
+_SEQUENCE = 1
+
+
+def reroute(module: nn.Module, recipe: Recipe, context: ParallelContext, *, attends: bool = True) -> None:
+    """Make the attention of a model or stage exact over the ranks that share its sequence, in place.
+
+    Args:
+        module: The whole model or one stage. Comes before activation checkpointing wraps its blocks.
+        recipe: Which blocks will be computed again.
+        context: The context with the ``ring`` and ``ulysses`` meshes.
+        attends: Whether a forward without attention is a mistake. A stage may hold none.
+    """
+    if context.topology.cp == 1:
+        return
+    for _, block in recipe.present(recipe.recomputed, module):
+        if block is not module:
+            block.forward = partial(_run, block.forward, Reroute(type(block).__name__, recipe.key, context), False)
+    for model in pretrained.find(module):
+        pretrained.attach(model, context, recipe.key)
+    module.forward = partial(_run, module.forward, Reroute(type(module).__name__, recipe.key, context), attends)
+
+
+def _run(forward: Callable[..., Any], mode: "Reroute", attends: bool, *args: Any, **kwargs: Any) -> Any:
+    before = attending.calls()
+    mode.length = _length((args, kwargs))
+    with mode:
+        output = forward(*args, **kwargs)
+    mode.attended |= attending.calls() > before
+    if attends and not mode.attended:
+        raise ConfigurationError(
+            f"{mode.asked}, but the forward of {mode.owner} calls no attention, so each rank would see its own piece of the "
+            f"sequence only\n  try: F.scaled_dot_product_attention or hydra_parallelism.attention in the model, or {mode.remedy}"
+        )
+    return output
+
+
+def _length(call: Any) -> int:
+    """Positions in this rank's piece: dim 1 of the first tensor that has one; 0 when there is none."""
+    leaves, _ = _compat.flatten(call)
+    return next((leaf.shape[_SEQUENCE] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim > _SEQUENCE), 0)
+
+
+class Reroute(TorchFunctionMode):
+    """Hands attention on, and refuses what would mix the positions of a piece as if it were the sequence."""
+
+    def __init__(self, owner: str, key: str, context: ParallelContext) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        degrees = {"ring_degree": context.topology.ring, "ulysses_degree": context.topology.ulysses}
+        asked = {f"{key}.context_parallel.{name}": degree for name, degree in degrees.items() if degree > 1}
+        self.owner, self.context, self.length, self.attended = owner, context, 0, False
+        self.asked = " ".join(f"{name}={degree}" for name, degree in asked.items())
+        self.remedy = " ".join(f"{name}=1" for name in asked)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch, or ours in its place."""
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return attending.attention(*args, **kwargs, context=self.context)
+        mixes = _MIXES.get(func)
+        if mixes is not None and self.length > 1:
+            found = mixes(self.length, args, kwargs)
+            if found:
+                self._refuse(func, *found)
+        return func(*args, **kwargs)
+
+    def _refuse(self, func: Any, what: str, remedy: str) -> None:
+        raise ConfigurationError(
+            f"{self.asked}, but the forward of {self.owner} {what} ({getattr(func, '__name__', func)}) over the "
+            f"{self.length} positions of this rank's piece, which are not the first {self.length} of the sequence nor all of it\n"
+            f"  try: {remedy}, or {self.remedy}"
+        )
+
+
+Found = tuple[str, str] | None
+"""What a call does, and what to do instead; nothing when it is harmless."""
+
+_POSITIONS = (
+    "counts positions",
+    "positions as an argument of the model, cut with the tokens: hydra_parallelism.shard_sequence(tokens, positions)",
+)
+_ATTENTION = ("writes attention out", "F.scaled_dot_product_attention or hydra_parallelism.attention in its place")
+_ALONG = ("looks along the sequence", "that step outside the model, on what hydra_parallelism.unshard_sequence gives back")
+
+
+def _counts(length: int, args: Any, kwargs: Mapping[str, Any]) -> Found:
+    bounds = [bound for bound in (*args, kwargs.get("end")) if isinstance(bound, int) and not isinstance(bound, bool)]
+    is_count = bounds in ([length], [0, length], [0, length, 1]) or (len(bounds) == 2 and bounds[1] - bounds[0] == length)
+    return _POSITIONS if is_count else None
+
+
+def _squares(length: int, args: Any, kwargs: Mapping[str, Any]) -> Found:
+    scores = args[0] if args else kwargs.get("input")
+    is_square = isinstance(scores, Tensor) and scores.ndim > 2 and tuple(scores.shape[-2:]) == (length, length)
+    return _ATTENTION if is_square else None
+
+
+def _packs(length: int, args: Any, kwargs: Mapping[str, Any]) -> Found:
+    return _ATTENTION
+
+
+def _reduces(length: int, args: Any, kwargs: Mapping[str, Any]) -> Found:
+    """Along dim 1 of (batch, sequence, ...) or of (batch, sequence); the last dim of anything wider is its features."""
+    tensor = args[0] if args else kwargs.get("input")
+    named = kwargs.get("dim", kwargs.get("dims", args[1] if len(args) > 1 else None))
+    if not isinstance(tensor, Tensor) or tensor.ndim <= _SEQUENCE or tensor.shape[_SEQUENCE] != length:
+        return None
+    dims = (named,) if isinstance(named, int) else named if isinstance(named, tuple | list) else ()
+    return _ALONG if any(isinstance(dim, int) and dim % tensor.ndim == _SEQUENCE for dim in dims) else None
+
+
+def _shifts(length: int, args: Any, kwargs: Mapping[str, Any]) -> Found:
+    """``roll`` has the shifts before the dims."""
+    return _reduces(length, (args[0], *args[2:]) if args else (), kwargs)
+
+
+def _convolves(length: int, args: Any, kwargs: Mapping[str, Any]) -> Found:
+    tensor, weight = (*args, *(kwargs.get(name) for name in ("input", "weight")))[:2]
+    is_wide = isinstance(tensor, Tensor) and isinstance(weight, Tensor) and tensor.shape[-1] == length and weight.shape[-1] > 1
+    return _ALONG if is_wide else None
+
+
+def _picks(length: int, args: Any, kwargs: Mapping[str, Any]) -> Found:
+    """``x[:, 0]``, ``x[:, 1:]``: the first position of a piece is not the first of the sequence."""
+    tensor, index = args
+    parts = index if isinstance(index, tuple) else (index,)
+    if tensor.ndim <= _SEQUENCE or tensor.shape[_SEQUENCE] != length or len(parts) < 2 or parts[0] != slice(None):
+        return None
+    part = parts[_SEQUENCE]
+    if isinstance(part, slice):
+        return _ALONG if len(range(*part.indices(length))) != length else None
+    return _ALONG if isinstance(part, int) and not isinstance(part, bool) else None
+
+
+_MIXES: dict[Any, Callable[[int, Any, Mapping[str, Any]], Found]] = {
+    torch.arange: _counts,
+    **dict.fromkeys((torch.softmax, F.softmax, Tensor.softmax), _squares),
+    _compat.packed_attention(): _packs,
+    **dict.fromkeys((torch.mean, torch.sum, torch.amax, torch.cumsum, torch.cumprod, torch.flip, torch.sort), _reduces),
+    **dict.fromkeys((Tensor.mean, Tensor.sum, Tensor.amax, Tensor.cumsum, Tensor.cumprod, Tensor.flip, Tensor.sort), _reduces),
+    **dict.fromkeys((torch.max, Tensor.max, torch.diff, Tensor.diff), _reduces),
+    **dict.fromkeys((torch.roll, Tensor.roll), _shifts),
+    torch.conv1d: _convolves,
+    Tensor.__getitem__: _picks,
+}
+"""Functions that mix positions, and how to tell."""
