@@ -1,4 +1,4 @@
-"""Training a small GPT under any layout that ``parallelize`` applies: what ``train.py`` runs.
+"""Training a small GPT under any layout that ``parallelize`` applies: what ``train.py`` and ``long_context.py`` run.
 
 The global batch and the first weights depend on ``train.seed`` alone, so the loss is the same under every layout up to float32
 rounding.
@@ -69,9 +69,12 @@ def check(cfg: DictConfig) -> None:
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, windows: Tensor) -> Tensor:
     """One step of the optimizer; returns this rank's mean loss before it."""
     optimizer.zero_grad()
+    positions = torch.arange(windows.shape[1] - 1, device=windows.device)[None]
+    # This rank's piece of the sequences: all of them unless the layout has a ring or ulysses axis.
+    inputs, targets, positions = hydra_parallelism.shard_sequence(windows[:, :-1], windows[:, 1:], positions)
     # The same call whether the model is cut into pipeline stages or not.
     scaled = hydra_parallelism.forward_backward(
-        model, windows[:, :-1], windows[:, 1:], lambda *pair: scaler.scale(loss_of(*pair))
+        model, (inputs, positions), targets, lambda *pair: scaler.scale(loss_of(*pair))
     )
     loss = scaled / scaler.get_scale()
     scaler.step(optimizer)

@@ -53,6 +53,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "checkpoint": ("export", "load", "save"),
+    "context_parallel.attention": ("attention",),
+    "context_parallel.layout": ("shard_sequence",),
     "config": (
         "ContextParallelConfig",
         "FSDPConfig",

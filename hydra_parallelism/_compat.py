@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from contextlib import AbstractContextManager
 from multiprocessing import process
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = [
     "release_meshes",
     "scale_",
     "unflatten",
+    "without_modes",
 ]
 
 
@@ -80,6 +82,12 @@ def norms(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tenso
 def packed_attention() -> Any:
     """What ``nn.MultiheadAttention`` calls in evaluation instead of scaled_dot_product_attention."""
     return torch._native_multi_head_attention
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Run functions of torch as they are, whatever modes are entered around."""
+    manager: AbstractContextManager[Any] = torch._C.DisableTorchFunction()
+    return manager
 
 
 def scale_(tensors: list[Tensor], factor: Tensor) -> None:

@@ -36,7 +36,8 @@ class ModelConstraints:
     num_kv_heads: int | None = None
     """Key/value heads: the same, except that fewer heads than ranks may be replicated evenly."""
     seq_len: int | None = None
-    """Tokens of a sequence: divides by ``ring * ulysses``, twice that with a ring, and by ``tp`` with sequence parallelism."""
+    """Tokens of a sequence: divides by ``ring * ulysses``, and that times ``tp`` with sequence parallelism; with a ring the
+    quotient of ``ring`` alone is even."""
     num_experts: int | None = None
     """Experts of a layer: divides by ``ep``."""
     num_layers: int | None = None
@@ -135,9 +136,10 @@ def _heads(name: str, heads: int | None, at: Topology, *, replicable: bool) -> s
 
 def _sequence(seq_len: int | None, at: Topology, sequence_parallel: bool) -> str:
     factors = {"ring_degree": at.ring, "ulysses_degree": at.ulysses, "tp_size": at.tp if sequence_parallel else 1}
-    if at.ring == 1:
+    # Zig-zag: a causal mask leaves early tokens little to do, so each rank of the ring gets one early and one late piece,
+    # and Ulysses cuts the two as one.
+    if at.ring == 1 or at.ulysses * factors["tp_size"] % 2 == 0:
         return _indivisible("seq_len", seq_len, **factors)
-    # Zig-zag: a causal mask leaves early tokens little to do, so each rank gets one early and one late piece.
     reason = _indivisible("seq_len", seq_len, pieces=2, **factors)
     return f"{reason} (a balanced ring gives each rank two pieces)" if reason else ""
 

@@ -1,6 +1,7 @@
 """What a model allows of a layout: each rule, its reason, and the text of every refusal of the constraints themselves."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -45,11 +46,12 @@ def _refusal(call: Callable[[], Any]) -> str:
         ),
         (Topology(ulysses=4), {"seq_len": 12}, []),
         (Topology(ulysses=4), {"seq_len": 10}, ["seq_len=10 does not divide by ulysses_degree=4"]),
+        (Topology(ring=2, ulysses=2), {"seq_len": 12}, []),
         (
-            Topology(ring=2, ulysses=2),
-            {"seq_len": 12},
+            Topology(ring=2, ulysses=3),
+            {"seq_len": 18},
             [
-                "seq_len=12 does not divide by pieces=2 * ring_degree=2 * ulysses_degree=2 = 8 "
+                "seq_len=18 does not divide by pieces=2 * ring_degree=2 * ulysses_degree=3 = 12 "
                 "(a balanced ring gives each rank two pieces)"
             ],
         ),
@@ -102,7 +104,7 @@ def test_a_reason_is_given_exactly_when_a_rule_is_broken(at: Topology, model: di
     broken = {
         "num_heads": model["num_heads"] % (at.tp * at.ulysses) != 0,
         "num_kv_heads": kv is None or shares(kv, at.ulysses) is None,
-        "seq_len": model["seq_len"] % ((2 if at.ring > 1 else 1) * at.ring * at.ulysses * (at.tp if split else 1)) != 0,
+        "seq_len": model["seq_len"] % (at.ring * math.lcm(at.ulysses * (at.tp if split else 1), 2 if at.ring > 1 else 1)) != 0,
         "num_experts": model["num_experts"] % at.ep != 0,
         "num_layers": model["num_layers"] % at.pp != 0,
         "global_batch": model["global_batch"] % (at.dp_replicate * at.dp_shard) != 0,

@@ -71,18 +71,3 @@ def test_under_torchrun(layout: tuple[str, ...], reference: list[float], tmp_pat
     found = trained(run(torchrun(4, TRAIN, *layout, *FEW), tmp_path))
     assert len(found) == 8, "printed on rank 0 only"
     assert found == pytest.approx(reference, abs=1e-4)
-
-
-def test_axes_that_are_not_applied_are_refused(tmp_path: Path) -> None:
-    outcome = run(torchrun(2, TRAIN, "parallelism=ring", "hydra.run.dir=out"), tmp_path)
-    assert outcome.code != 0
-    assert "parallelize does not apply parallelism.context_parallel.ring_degree=2 in this release" in outcome.text
-
-
-def test_asking_for_the_config_imports_no_torch(tmp_path: Path) -> None:
-    outcome = run([sys.executable, "-X", "importtime", TRAIN, "--cfg", "job"], tmp_path, env=clean_environment())
-    assert outcome.code == 0
-    assert "dp_shard: 1" in outcome.text
-    imported = [line.split("|")[-1].strip() for line in outcome.text.splitlines() if line.startswith("import time:")]
-    assert "hydra_parallelism.store" in imported
-    assert not [name for name in imported if name.split(".")[0] in ("torch", "numpy")]

@@ -23,6 +23,7 @@ from hydra_parallelism import (
     forward_backward,
     parallel_context,
     parallelize,
+    shard_sequence,
 )
 
 STEPS, BATCH, LENGTH, CLIP = 3, 8, 12, 0.5
@@ -37,11 +38,12 @@ def make(kind: str) -> nn.Module:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMAS[kind], **sizes, **heads), dtype=torch.float32)
 
 
-def batch(step: int) -> tuple[dict[str, Tensor], Tensor]:
-    """The global batch: some of its sequences begin with padding."""
+def batch(step: int, padded: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """The global batch: some of its sequences begin with padding, unless they will be cut into pieces."""
     tokens = torch.randint(64, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
-    mask[1, :3] = mask[6, :2] = 0
+    if padded:
+        mask[1, :3] = mask[6, :2] = 0
     return {"input_ids": tokens[:, :-1], "attention_mask": mask}, tokens[:, 1:]
 
 
@@ -62,12 +64,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 @cache
-def reference(kind: str, optimizer_kind: str) -> Numbers:
+def reference(kind: str, optimizer_kind: str, padded: bool) -> Numbers:
     """One process."""
     model, losses, norms = make(kind), [], []
     optimizer = optimizer_of(optimizer_kind, model)
     for step in range(STEPS):
-        inputs, targets = batch(step)
+        inputs, targets = batch(step, padded)
         optimizer.zero_grad()
         loss = loss_of(model(**inputs), targets)
         loss.backward()
@@ -82,10 +84,11 @@ def train(kind: str, optimizer_kind: str, context: ParallelContext) -> Numbers:
     model, losses, norms = parallelize(make(kind)), [], []
     optimizer, shares = optimizer_of(optimizer_kind, model), context.dp_world_size
     for step in range(STEPS):
-        inputs, targets = batch(step)
-        mine = {name: tensor.chunk(shares)[context.dp_rank] for name, tensor in inputs.items()}
+        inputs, targets = batch(step, padded=context.topology.cp == 1)
+        mine = [tensor.chunk(shares)[context.dp_rank] for tensor in (*inputs.values(), targets)]
+        tokens, mask, targets = shard_sequence(*mine)
         optimizer.zero_grad()
-        loss = forward_backward(model, mine, targets.chunk(shares)[context.dp_rank], loss_of)
+        loss = forward_backward(model, {"input_ids": tokens, "attention_mask": mask}, targets, loss_of)
         norms.append(clip_grad_norm_(model, CLIP).item())
         optimizer.step()
         losses.append(average_loss(loss).item())
@@ -125,7 +128,7 @@ def report(only: str = "") -> list[dict[str, Any]]:
         with parallel_context({**config, "runtime": {"timeout_s": 240}}) as context:
             for kind, optimizer in LLAMA_RUNS:
                 try:
-                    result = compare(train(kind, optimizer, context), reference(kind, optimizer), context)
+                    result = compare(train(kind, optimizer, context), reference(kind, optimizer, context.topology.cp == 1), context)
                 except ConfigurationError as error:  # the same on every rank
                     result = {"refused": str(error)}
                 found.append({"case": [layout, kind, optimizer], **result})

@@ -1,0 +1,132 @@
+"""What a model must not do with its piece of a sequence, and what it may, under ``ring_degree=2`` on two ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import models
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hydra_parallelism import ConfigurationError, attention, parallel_context, parallelize, shard_sequence
+
+LENGTH, DIM, HEADS = 8, 8, 2
+RING = {"context_parallel": {"ring_degree": 2}}
+Mix = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Around(nn.Module):
+    """Two blocks, each of which projects and does one thing more to (batch, sequence, width)."""
+
+    def __init__(self, mix: Mix) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(mix) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Layer(nn.Module):
+    """A block."""
+
+    def __init__(self, mix: Mix) -> None:
+        super().__init__()
+        self.project = nn.Linear(DIM, DIM)
+        self.inner = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+        self.mix = (mix,)  # in a tuple, so that it is no method
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix[0](self, self.project(x))
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.unflatten(2, (HEADS, -1)).transpose(1, 2)
+
+
+def attend(x: Tensor, **options: Any) -> Tensor:
+    """Self-attention of one head on the same queries, keys and values."""
+    return F.scaled_dot_product_attention(heads(x), heads(x), heads(x), **options).transpose(1, 2).flatten(2)
+
+
+def written_out(x: Tensor) -> Tensor:
+    q = heads(x)
+    return (torch.softmax(q @ q.transpose(-1, -2), -1) @ q).transpose(1, 2).flatten(2)
+
+
+def convolve(x: Tensor) -> Tensor:
+    return F.conv1d(x.transpose(1, 2), torch.ones(DIM, DIM, 3), padding=1).transpose(1, 2)
+
+
+WRONG: dict[str, Mix] = {
+    "counts": lambda layer, x: attend(x) + torch.arange(x.shape[1])[None, :, None],
+    "written out": lambda layer, x: written_out(x),
+    "module": lambda layer, x: layer.inner(x, x, x)[0],
+    "mean": lambda layer, x: attend(x) + x.mean(1, keepdim=True),
+    "first": lambda layer, x: attend(x) + x[:, 0][:, None],
+    "shift": lambda layer, x: attend(x) + torch.roll(x, 1, 1),
+    "cumsum": lambda layer, x: attend(x).cumsum(dim=1),
+    "convolution": lambda layer, x: attend(x) + convolve(x),
+    "mask": lambda layer, x: attend(x, attn_mask=torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)),
+    "dropout": lambda layer, x: attend(x, dropout_p=0.5),
+    "nothing": lambda layer, x: x,
+}
+RIGHT: dict[str, Mix] = {
+    "rerouted": lambda layer, x: attend(x, is_causal=True),
+    "called": lambda layer, x: attention(heads(x), heads(x), heads(x), is_causal=True).transpose(1, 2).flatten(2),
+    "features": lambda layer, x: attend(x).softmax(-1) + x.mean(-1, keepdim=True) + x[..., :1] + x.cumsum(-1) + x[:, :],
+    "unasked": lambda layer, x: layer.inner(x, x, x, need_weights=False)[0],
+}
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """The text of a ConfigurationError, or nothing."""
+    try:
+        call()
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def run(mix: Mix, config: dict[str, Any]) -> float:
+    """Largest deviation of the output from that of the plain model on whole sequences."""
+    torch.manual_seed(0)
+    model, x = Around(mix), torch.randn(3, LENGTH, DIM)
+    wanted = model(x).detach()
+    found = parallelize(model, config=config)(shard_sequence(x))
+    return (found - shard_sequence(wanted)).abs().max().item()
+
+
+def make(kind: str = "llama", **more: Any) -> nn.Module:
+    """A model of Transformers."""
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, num_key_value_heads=2, use_cache=False, **more))
+
+
+def pretrained() -> dict[str, str]:
+    """What is refused of a model of Transformers, which would have gone wrong without a word."""
+    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 16
+    padded, packed = torch.ones_like(tokens), torch.arange(LENGTH)[None] % 3
+    padded[1, :3] = 0
+    piece, mask, positions = shard_sequence(tokens, padded, packed)
+    model, windowed = parallelize(make()), parallelize(make("mistral", sliding_window=3))
+    return {
+        "padding": refusal(lambda: model(piece, attention_mask=padded)),
+        "its piece of the padding": "" if bool(mask.all()) else refusal(lambda: model(piece, attention_mask=mask)),
+        "packed": refusal(lambda: model(piece, position_ids=positions)),
+        "labels": refusal(lambda: model(piece, labels=piece)),
+        "window": refusal(lambda: windowed(piece)),
+        "eager": refusal(lambda: parallelize(make(attn_implementation="eager"))(piece)),
+    }
+
+
+def report() -> dict[str, Any]:
+    """Texts of what is refused, deviations of what is not."""
+    with parallel_context(RING):
+        found: dict[str, Any] = {name: refusal(lambda mix=mix: run(mix, RING)) for name, mix in WRONG.items()}
+        found |= {name: run(mix, RING) for name, mix in RIGHT.items()}
+        found["recomputed"] = run(RIGHT["rerouted"], {**RING, "activation_checkpointing": "full"})
+        found["positions"] = refusal(lambda: parallelize(models.make("gpt_long"))(torch.zeros(2, 12, dtype=torch.long)))
+        return found | pretrained()
