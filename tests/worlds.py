@@ -45,7 +45,7 @@ def work(size: int) -> dict[str, list[Any]]:
     found = {"parity": [size]}
     found |= {"observe": [size]} if size in layouts.OBSERVED else {}
     found |= {name: [by_size[size]] for name, by_size in pieces.items() if size in by_size}
-    found |= {"refusals": []} if size == 2 else {}
+    found |= {"refusals": [], "context": []} if size == 2 else {}
     return found | ({"llamas": [], "fuzz": list(jobs.FUZZ)} if size == 4 else {})
 
 

@@ -27,6 +27,7 @@ PIECES = {
     "norms": "norms",
     "pipelines": "pipeline_parity",
     "refusals": "pipeline_refusals",
+    "context": "context_models",
     "llamas": "llamas",
     "fuzz": "fuzz",
 }

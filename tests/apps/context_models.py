@@ -1,4 +1,7 @@
-"""What a model must not do with its piece of a sequence, and what it may, under ``ring_degree=2`` on two ranks."""
+"""What a model must not do with its piece of a sequence, and what it may, under ``ring_degree=2`` on two ranks.
+
+The plain model on whole sequences is what is compared with.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -110,15 +113,46 @@ def pretrained() -> dict[str, str]:
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 16
     padded, packed = torch.ones_like(tokens), torch.arange(LENGTH)[None] % 3
     padded[1, :3] = 0
-    piece, mask, positions = shard_sequence(tokens, padded, packed)
+    piece, positions = shard_sequence(tokens, packed)
     model, windowed = parallelize(make()), parallelize(make("mistral", sliding_window=3))
     return {
         "padding": refusal(lambda: model(piece, attention_mask=padded)),
-        "its piece of the padding": "" if bool(mask.all()) else refusal(lambda: model(piece, attention_mask=mask)),
         "packed": refusal(lambda: model(piece, position_ids=positions)),
         "labels": refusal(lambda: model(piece, labels=piece)),
         "window": refusal(lambda: windowed(piece)),
-        "eager": refusal(lambda: parallelize(make(attn_implementation="eager"))(piece)),
+    }
+
+
+def eager() -> float:
+    """A model of Transformers that was made with attention written out takes ours like any other."""
+    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 16
+    torch.manual_seed(0)
+    model = make(attn_implementation="eager")
+    wanted = shard_sequence(model(tokens).logits.detach())
+    return (parallelize(model)(shard_sequence(tokens)).logits - wanted).abs().max().item()
+
+
+def flux() -> dict[str, float]:
+    """A model of diffusers, whose attention joins image and text: both are cut."""
+    from diffusers import FluxTransformer2DModel
+
+    sizes = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 8, "num_attention_heads": 4}
+    widths = {"in_channels": 4, "joint_attention_dim": 16, "pooled_projection_dim": 16, "axes_dims_rope": (2, 2, 4)}
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(patch_size=1, guidance_embeds=False, **sizes, **widths)
+    image, text, pooled, time = torch.randn(2, 16, 4), torch.randn(2, 8, 16), torch.randn(2, 16), torch.tensor([0.5, 0.5])
+    places = torch.stack([torch.zeros(16), torch.arange(16) // 4, torch.arange(16) % 4], -1), torch.zeros(8, 3)
+    wanted = model(image, text, pooled, time, *places).sample
+    wanted.square().mean().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    model = parallelize(model)
+    found = model(*shard_sequence(image, text), pooled, time, *shard_sequence(*places, dim=0)).sample
+    found.square().mean().backward()
+    apart = [(dict(model.named_parameters())[name].grad.full_tensor() - grad).abs().max() for name, grad in gradients.items()]
+    return {
+        "flux": (found - shard_sequence(wanted)).abs().max().item(),
+        "flux gradients": torch.stack(apart).max().item(),
     }
 
 
@@ -129,4 +163,4 @@ def report() -> dict[str, Any]:
         found |= {name: run(mix, RING) for name, mix in RIGHT.items()}
         found["recomputed"] = run(RIGHT["rerouted"], {**RING, "activation_checkpointing": "full"})
         found["positions"] = refusal(lambda: parallelize(models.make("gpt_long"))(torch.zeros(2, 12, dtype=torch.long)))
-        return found | pretrained()
+        return found | pretrained() | {"eager": eager()} | flux()
