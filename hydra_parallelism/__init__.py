@@ -53,8 +53,6 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "checkpoint": ("export", "load", "save"),
-    "context_parallel.attention": ("attention",),
-    "context_parallel.layout": ("shard_sequence",),
     "config": (
         "ContextParallelConfig",
         "FSDPConfig",

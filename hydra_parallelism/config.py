@@ -64,8 +64,6 @@ class ContextParallelConfig:
     """Ranks that pass key/value blocks around a ring (outer context axis). ``-1`` takes what is left of the world."""
     ulysses_degree: int = 1
     """Ranks that trade heads for sequence by all-to-all (inner context axis, adjacent ranks). ``-1`` takes what is left."""
-    load_balance: bool = True
-    """x"""
 
 
 @dataclass

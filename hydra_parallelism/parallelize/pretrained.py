@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..context_parallel.attention import attention
-from ..context_parallel.layout import local_positions
+from ..context_parallel.shards import shard_sequence
 from ..errors import ConfigurationError
 from ..runtime import ParallelContext
 
@@ -106,7 +107,8 @@ def _run(forward: Callable[..., Any], context: ParallelContext, key: str, *args:
 
 
 def _positions(tokens: Tensor, given: Any, context: ParallelContext, key: str) -> Tensor:
-    mine = local_positions(tokens.shape[1], context).to(tokens.device)[None]
+    whole = torch.arange(tokens.shape[1] * context.topology.cp, device=tokens.device)[None]
+    mine = shard_sequence(whole, context=context)
     if given is not None and not (given.shape[-1] == mine.shape[-1] and bool((given == mine).all())):
         raise ConfigurationError(
             f"{key}.context_parallel: position_ids are not those of this rank's piece of one whole sequence; packed sequences "

@@ -50,11 +50,11 @@ def reroute(module: nn.Module, recipe: Recipe, context: ParallelContext, *, atte
 
 
 def _run(forward: Callable[..., Any], mode: "Reroute", attends: bool, *args: Any, **kwargs: Any) -> Any:
-    before = attending.calls()
+    before = attending.count_calls()
     mode.length = _length((args, kwargs))
     with mode:
         output = forward(*args, **kwargs)
-    mode.attended |= attending.calls() > before
+    mode.attended |= attending.count_calls() > before
     if attends and not mode.attended:
         raise ConfigurationError(
             f"{mode.asked}, but the forward of {mode.owner} calls no attention, so each rank would see its own piece of the "
@@ -163,7 +163,8 @@ def _picks(length: int, args: Any, kwargs: Mapping[str, Any]) -> Found:
 _MIXES: dict[Any, Callable[[int, Any, Mapping[str, Any]], Found]] = {
     torch.arange: _counts,
     **dict.fromkeys((torch.softmax, F.softmax, Tensor.softmax), _squares),
-    _compat.packed_attention(): _packs,
+    # nn.MultiheadAttention: torch runs such a function of functions without the modes around it.
+    **dict.fromkeys((F.multi_head_attention_forward, _compat.packed_attention()), _packs),
     **dict.fromkeys((torch.mean, torch.sum, torch.amax, torch.cumsum, torch.cumprod, torch.flip, torch.sort), _reduces),
     **dict.fromkeys((Tensor.mean, Tensor.sum, Tensor.amax, Tensor.cumsum, Tensor.cumprod, Tensor.flip, Tensor.sort), _reduces),
     **dict.fromkeys((torch.max, Tensor.max, torch.diff, Tensor.diff), _reduces),
