@@ -29,6 +29,7 @@ PIECES = {
     "refusals": "pipeline_refusals",
     "llamas": "llamas",
     "fuzz": "fuzz",
+    "attention": "attend",
 }
 """Piece of work -> the app whose ``report`` does it."""
 
