@@ -155,7 +155,7 @@ def _check_extras(attn_mask: Tensor | None, dropout_p: float, context: ParallelC
     if attn_mask is not None:
         raise ConfigurationError(
             f"attention() takes no attn_mask where {_cp(context)}: it would have to be cut for every block\n"
-            f"  try: is_causal=True for a causal mask and padding at the end of the sequence only, or {off}"
+            f"  try: is_causal=True for a causal mask, and padding at the end of a causal sequence, or {off}"
         )
     if dropout_p > 0:
         raise ConfigurationError(
@@ -195,7 +195,7 @@ def _check_key_heads(heads: int, key_heads: int, enable_gqa: bool) -> None:
     if key_heads == heads:
         return
     if not key_heads or heads % key_heads:
-        remainder = f" = {heads % key_heads}" if key_heads else ""
+        remainder = f" = {heads % key_heads}, not 0" if key_heads else ""
         raise ConfigurationError(
             f"attention() needs query heads in whole groups for each key head: heads={heads} % key heads={key_heads}{remainder}"
         )

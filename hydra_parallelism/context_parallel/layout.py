@@ -61,8 +61,9 @@ class Layout:
         )
         below = length // self.multiple * self.multiple
         nearest = [n for n in (below, below + self.multiple) if n > 0 and n != length]
+        wrong = "not 0" if length else "but it must be more than 0"
         return (
-            f"{length} % ({terms}) = {length} % {self.multiple} = {length % self.multiple}, not 0\n"
+            f"{length} % ({terms}) = {length} % {self.multiple} = {length % self.multiple}, {wrong}\n"
             f"  try: pad or cut the sequence to {' or '.join(map(str, nearest))}"
         )
 
