@@ -12,6 +12,8 @@ from . import resolvers as _resolvers
 if TYPE_CHECKING:
     from .checkpoint import export, load, save
     from .config import ContextParallelConfig, FSDPConfig, ParallelismConfig, PipelineConfig, RuntimeConfig, WithParallelism
+    from .context_parallel.attention import attention
+    from .context_parallel.shards import shard_sequence, unshard_sequence
     from .data_loading import distributed_sampler, seed_for
     from .errors import ConfigurationError, LaunchError, ParallelismError
     from .gradients import average_loss, clip_grad_norm_
@@ -33,6 +35,7 @@ __all__ = [
     "Topology",
     "WithParallelism",
     "accumulate",
+    "attention",
     "average_loss",
     "clip_grad_norm_",
     "current",
@@ -46,7 +49,9 @@ __all__ = [
     "resolve",
     "save",
     "seed_for",
+    "shard_sequence",
     "shutdown",
+    "unshard_sequence",
 ]
 
 __version__ = "0.1.0"
@@ -61,6 +66,8 @@ _HOMES = {
         "RuntimeConfig",
         "WithParallelism",
     ),
+    "context_parallel.attention": ("attention",),
+    "context_parallel.shards": ("shard_sequence", "unshard_sequence"),
     "data_loading": ("distributed_sampler", "seed_for"),
     "errors": ("ConfigurationError", "LaunchError", "ParallelismError"),
     "gradients": ("average_loss", "clip_grad_norm_"),

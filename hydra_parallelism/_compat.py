@@ -14,8 +14,16 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree
 
 __all__ = [
+    "can_use_cuda_flash",
+    "can_use_efficient",
     "child_processes",
+    "cpu_flash_backward",
+    "cpu_flash_forward",
+    "cuda_flash_backward",
+    "cuda_flash_forward",
     "default_store",
+    "efficient_backward",
+    "efficient_forward",
     "flatten",
     "forget_unreduced",
     "is_view",
@@ -118,3 +126,70 @@ def _clear_dtensor_caches() -> None:
     _redistribute._gen_transform_infos.cache_clear()
     type(DTensor._op_dispatcher.sharding_propagator)._propagate_tensor_meta_cached.cache_clear()
     MeshTopoInfo.build_from_mesh.cache_clear()
+
+
+_Gradients = tuple[Tensor, Tensor, Tensor]
+_aten = torch.ops.aten
+
+
+def cpu_flash_forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of torch's flash attention for CPU."""
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def cpu_flash_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> _Gradients:
+    """Gradients of query, key and value for :func:`cpu_flash_forward`."""
+    backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+    gradients: _Gradients = backward(grad, query, key, value, out, lse, 0.0, causal, scale=scale)
+    return gradients
+
+
+def can_use_cuda_flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, gqa: bool) -> bool:
+    """Whether torch would choose flash attention for these CUDA tensors, widths in whole 8s as the bare operator needs."""
+    params = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, gqa)
+    return query.size(-1) % 8 == 0 and torch.backends.cuda.can_use_flash_attention(params)
+
+
+def cuda_flash_forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of torch's flash attention for CUDA."""
+    found = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+    return found[0], found[1]
+
+
+def cuda_flash_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> _Gradients:
+    """Gradients of query, key and value for :func:`cuda_flash_forward`."""
+    unread = torch.zeros(2, dtype=torch.uint64, device=query.device)  # seed and offset, of dropout
+    lengths = query.size(2), key.size(2)
+    gradients: _Gradients = _aten._scaled_dot_product_flash_attention_backward(
+        grad, query, key, value, out, lse, None, None, *lengths, 0.0, causal, unread, unread, scale=scale
+    )
+    return gradients
+
+
+def can_use_efficient(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
+    """Whether torch would choose memory-efficient attention for these CUDA tensors."""
+    params = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, False)
+    return torch.backends.cuda.can_use_efficient_attention(params)
+
+
+def efficient_forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of torch's memory-efficient attention, the latter with rows in whole 32s."""
+    found = _aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, causal, scale=scale)
+    return found[0], found[1]
+
+
+def efficient_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> _Gradients:
+    """Gradients of query, key and value for :func:`efficient_forward`."""
+    unread = torch.zeros((), dtype=torch.long, device=query.device)  # seed and offset, of dropout
+    wanted = [True, True, True, False]
+    found = _aten._scaled_dot_product_efficient_attention_backward(
+        grad, query, key, value, None, out, lse, unread, unread, 0.0, wanted, causal, scale=scale
+    )
+    return found[0], found[1], found[2]

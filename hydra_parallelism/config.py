@@ -58,12 +58,15 @@ PipelineSchedule = Enum(
 
 @dataclass
 class ContextParallelConfig:
-    """Degrees along the sequence. They multiply: ``cp = ring_degree * ulysses_degree`` ranks share one sequence."""
+    """How sequences are shared. The degrees multiply: ``cp = ring_degree * ulysses_degree`` ranks share one sequence."""
 
     ring_degree: int = 1
     """Ranks that pass key/value blocks around a ring (outer context axis). ``-1`` takes what is left of the world."""
     ulysses_degree: int = 1
     """Ranks that trade heads for sequence by all-to-all (inner context axis, adjacent ranks). ``-1`` takes what is left."""
+    load_balance: bool = True
+    """Which part of a sequence a ring rank holds. ``true``: an early and a late chunk (zig-zag), so that causal attention is
+    equal work for all. ``false``: one stretch, in order; then later ring ranks compute more of a causal mask."""
 
 
 @dataclass

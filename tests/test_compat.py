@@ -75,6 +75,55 @@ def test_lists_of_tensors() -> None:
     assert [(tensor.tolist(), tensor.dtype) for tensor in tensors] == [([1.5, 2.0], torch.bfloat16), ([-1.0], torch.bfloat16)]
 
 
+def test_flash_attention_for_cpu_takes_fewer_key_heads_and_the_log_sum_exp_of_whole_rows() -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
+    for tensor in (query, key, value):
+        tensor.requires_grad_()
+    wanted = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=0.3, enable_gqa=True)
+    grads = torch.autograd.grad(wanted.sum(), (query, key, value))
+    with torch.no_grad():
+        out, lse = _compat.cpu_flash_forward(query, key, value, False, 0.3)
+        torch.testing.assert_close(out, wanted)
+        scores = query @ key.repeat_interleave(2, 1).mT * 0.3
+        torch.testing.assert_close(lse, scores.logsumexp(-1))
+        # As if the keys were two blocks: gradients of the halves, from what the whole rows came to.
+        halves = [_compat.cpu_flash_backward(torch.ones_like(out), query, k, v, out, lse, False, 0.3)
+                  for k, v in zip(key.split(3, 2), value.split(3, 2), strict=True)]  # fmt: skip
+    torch.testing.assert_close(halves[0][0] + halves[1][0], grads[0])
+    torch.testing.assert_close(torch.cat([halves[0][1], halves[1][1]], 2), grads[1])
+    torch.testing.assert_close(torch.cat([halves[0][2], halves[1][2]], 2), grads[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("_scaled_dot_product_flash_attention", "query key value dropout_p is_causal return_debug_mask scale"),
+        (
+            "_scaled_dot_product_flash_attention_backward",
+            "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal philox_seed "
+            "philox_offset scale",
+        ),
+        (
+            "_scaled_dot_product_efficient_attention",
+            "query key value attn_bias compute_log_sumexp dropout_p is_causal scale",
+        ),
+        (
+            "_scaled_dot_product_efficient_attention_backward",
+            "grad_out_ query key value attn_bias out logsumexp philox_seed philox_offset dropout_p grad_input_mask is_causal "
+            "scale",
+        ),
+    ],
+)
+def test_attention_for_cuda_takes_its_arguments_in_this_order(name: str, arguments: str) -> None:
+    """There is no device here to run them on."""
+    schema = getattr(torch.ops.aten, name).default._schema
+    assert [argument.name for argument in schema.arguments] == arguments.split()
+    assert [result.name for result in schema.returns][:2] in (["output", "logsumexp"], ["output", "log_sumexp"], ["", ""],
+                                                             ["grad_query", "grad_key"])  # fmt: skip
+    assert hasattr(torch.backends.cuda, "SDPAParams")
+
+
 def test_children_of_multiprocessing() -> None:
     assert isinstance(process._children, set)  # type: ignore[attr-defined]
     assert callable(forkserver.ensure_running)

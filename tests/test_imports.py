@@ -34,10 +34,13 @@ PARALLELIZE = (
     "stages", "stand_ins", "units", "flow", "part", "merge", "relay", "schedule", "pipeline", "steps", "order",
 )  # fmt: skip
 """Modules of ``parallelize``, likewise; of the rest they may import all up to ``runtime``, and none of that imports them."""
+CONTEXT_PARALLEL = ("layout", "kernels", "ring", "ulysses", "attention", "shards")
+"""Modules of ``context_parallel``, likewise; ``parallelize`` may import them, and they nothing of it."""
 DOORBELL = sorted((ROOT / "hydra_plugins").rglob("*.py"))
 RUNTIME = (
-    "ParallelContext", "accumulate", "average_loss", "clip_grad_norm_", "current", "distributed_sampler", "export",
-    "forward_backward", "init", "load", "parallel_context", "parallelize", "save", "seed_for", "shutdown",
+    "ParallelContext", "accumulate", "attention", "average_loss", "clip_grad_norm_", "current", "distributed_sampler", "export",
+    "forward_backward", "init", "load", "parallel_context", "parallelize", "save", "seed_for", "shard_sequence",
+    "shutdown", "unshard_sequence",
 )  # fmt: skip
 
 
@@ -85,14 +88,25 @@ def test_imports_point_one_way(name: str) -> None:
 def test_imports_within_parallelize_point_one_way(name: str) -> None:
     path = ROOT / "hydra_parallelism" / "parallelize" / f"{name}.py"
     assert _siblings(path) <= set(PARALLELIZE[: PARALLELIZE.index(name)])
-    assert _siblings(path, level=2) <= set(ORDER[: ORDER.index("runtime") + 1])
+    assert _siblings(path, level=2) <= {*ORDER[: ORDER.index("runtime") + 1], "context_parallel"}
     module = importlib.import_module(f"hydra_parallelism.parallelize.{name}")
     assert module.__all__ == sorted(module.__all__)
     assert all(hasattr(module, public) for public in module.__all__)
 
 
-def test_every_module_of_parallelize_has_its_place() -> None:
-    assert {path.stem for path in (ROOT / "hydra_parallelism" / "parallelize").glob("*.py")} == {*PARALLELIZE, "__init__"}
+@pytest.mark.parametrize("name", CONTEXT_PARALLEL)
+def test_imports_within_context_parallel_point_one_way(name: str) -> None:
+    path = ROOT / "hydra_parallelism" / "context_parallel" / f"{name}.py"
+    assert _siblings(path) <= set(CONTEXT_PARALLEL[: CONTEXT_PARALLEL.index(name)])
+    assert _siblings(path, level=2) <= set(ORDER[: ORDER.index("runtime") + 1])
+    module = importlib.import_module(f"hydra_parallelism.context_parallel.{name}")
+    assert module.__all__ == sorted(module.__all__)
+    assert all(hasattr(module, public) for public in module.__all__)
+
+
+@pytest.mark.parametrize(("package", "modules"), [("parallelize", PARALLELIZE), ("context_parallel", CONTEXT_PARALLEL)])
+def test_every_module_of_a_package_has_its_place(package: str, modules: tuple[str, ...]) -> None:
+    assert {path.stem for path in (ROOT / "hydra_parallelism" / package).glob("*.py")} == {*modules, "__init__"}
 
 
 @pytest.mark.parametrize(

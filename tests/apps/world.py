@@ -30,6 +30,7 @@ PIECES = {
     "context": "context_models",
     "llamas": "llamas",
     "fuzz": "fuzz",
+    "attention": "attend",
 }
 """Piece of work -> the app whose ``report`` does it."""
 
