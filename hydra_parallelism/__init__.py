@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .data_loading import distributed_sampler, seed_for
     from .errors import ConfigurationError, LaunchError, ParallelismError
     from .gradients import average_loss, clip_grad_norm_
+    from .guidance import guided
     from .parallelize import parallelize
     from .parallelize.steps import accumulate, forward_backward
     from .runtime import ParallelContext, current, init, parallel_context, shutdown
@@ -39,6 +40,7 @@ __all__ = [
     "distributed_sampler",
     "export",
     "forward_backward",
+    "guided",
     "init",
     "load",
     "parallel_context",
@@ -64,6 +66,7 @@ _HOMES = {
     "data_loading": ("distributed_sampler", "seed_for"),
     "errors": ("ConfigurationError", "LaunchError", "ParallelismError"),
     "gradients": ("average_loss", "clip_grad_norm_"),
+    "guidance": ("guided",),
     "parallelize": ("parallelize",),
     "parallelize.steps": ("accumulate", "forward_backward"),
     "runtime": ("ParallelContext", "current", "init", "parallel_context", "shutdown"),

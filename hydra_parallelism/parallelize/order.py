@@ -18,14 +18,13 @@ from ..errors import ConfigurationError
 from ..options import read_config
 from ..runtime import ParallelContext, current
 from ..topology import Topology
-from . import blocks, data, recompute, sequence, tensor, weights
+from . import blocks, data, inference, recompute, sequence, tensor, weights
 from .pipeline import PipelinedModel, cut, plan_pipeline
 from .recipe import Recipe
 
 __all__ = ["apply", "judge", "parallelize", "prepare"]
 
 _NOT_APPLIED = {
-    "cfg": "cfg_parallel",
     "ring": "context_parallel.ring_degree",
     "ulysses": "context_parallel.ulysses_degree",
     "ep": "ep_size",
@@ -80,6 +79,8 @@ def parallelize(
         model = _pipeline(model, recipe, context)
     offload = recipe.config.fsdp.cpu_offload
     weights.fill(model, plan, context, init_weights=init_weights, state_dict=state_dict, offload=offload)
+    if context.topology.cfg > 1:
+        inference.close(model, recipe.key)
     return model
 
 
