@@ -100,7 +100,7 @@ class Block(nn.Module):
 
 
 def train(model: Velocity, images: Tensor, labels: Tensor, cfg: DictConfig) -> Velocity:
-    """Train in place, from the seed alone; returns the model with the running average of its weights."""
+    """Train in place, from the seed alone; returns the model."""
     torch.manual_seed(cfg.train.seed)
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
@@ -149,14 +149,11 @@ def draw(samples: Tensor, file: Path) -> None:
     """One row of images a class."""
     from matplotlib.figure import Figure  # a figure of its own needs no display
 
-    per_class = len(samples) // CLASSES
-    grid = samples.view(CLASSES, per_class, SIDE, SIDE).permute(0, 2, 1, 3).reshape(CLASSES * SIDE, per_class * SIDE)
+    per_class, cell = len(samples) // CLASSES, SIDE + 2
+    framed = nn.functional.pad(samples.view(CLASSES, per_class, SIDE, SIDE), (1, 1, 1, 1), value=-1)
     figure = Figure(figsize=(0.6 * per_class, 0.6 * CLASSES), layout="constrained")
     axes = figure.add_subplot()
-    axes.imshow(grid, cmap="gray_r", vmin=-1, vmax=1)
-    edges = [SIDE * i - 0.5 for i in range(1, max(per_class, CLASSES))]
-    axes.hlines(edges[: CLASSES - 1], -0.5, per_class * SIDE - 0.5, colors="tab:blue", linewidth=0.5)
-    axes.vlines(edges[: per_class - 1], -0.5, CLASSES * SIDE - 0.5, colors="tab:blue", linewidth=0.5)
-    axes.set_yticks([SIDE * (i + 0.5) - 0.5 for i in range(CLASSES)], [str(i) for i in range(CLASSES)])
+    axes.imshow(framed.permute(0, 2, 1, 3).reshape(CLASSES * cell, per_class * cell), cmap="gray_r", vmin=-1, vmax=1)
+    axes.set_yticks([cell * (i + 0.5) - 0.5 for i in range(CLASSES)], [str(i) for i in range(CLASSES)])
     axes.set_xticks([])
     figure.savefig(file, dpi=120)

@@ -155,7 +155,7 @@ def _exchange(leaves: list[Any], spec: Any, group: dist.ProcessGroup) -> _Output
     """Have both ranks' tensors on both, in one all-gather of their bytes."""
     sent = torch.cat([leaf.reshape(-1).view(torch.uint8) for leaf in leaves if isinstance(leaf, Tensor)])
     received = sent.new_empty(2 * sent.numel())
-    dist.all_gather_into_tensor(received, sent, group=group)
+    dist.all_gather_single(received, sent, group=group)
     cond, uncond = (_unpack(half, leaves) for half in received.chunk(2))
     return _Outputs(cond, uncond, spec)
 

@@ -28,6 +28,7 @@ PIECES = {
     "pipelines": "pipeline_parity",
     "refusals": "pipeline_refusals",
     "llamas": "llamas",
+    "branches": "branches",
     "fuzz": "fuzz",
 }
 """Piece of work -> the app whose ``report`` does it."""
