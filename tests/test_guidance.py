@@ -54,8 +54,8 @@ def test_containers_are_combined_leaf_by_leaf(two: list[dict[str, Any]]) -> None
 
 def test_training_two_branches_is_refused(two: list[dict[str, Any]]) -> None:
     text = (
-        f"{KEY} is for inference only: nothing reduces gradients over the two branches, so each would train weights of its own\n"
-        "  try: parallelism.cfg_parallel=1 parallelism.inference=false to train"
+        f"{KEY} is for inference only: nothing reduces gradients over the two branches, so each would train "
+        "weights of its own\n  try: parallelism.cfg_parallel=1 parallelism.inference=false to train"
     )
     for report in two:
         said = report["refusals"]
@@ -151,8 +151,8 @@ SAID = "guided(model, cond, uncond): "
         (
             {"x": ONES, "time": torch.tensor(1.0)},
             {"x": ONES, "time": torch.tensor(1.0)},
-            f"{SAID}time is a tensor of shape () and torch.float32 in cond and a tensor of shape () and torch.float32 in uncond, "
-            "so that the two cannot be one batch\n"
+            f"{SAID}time is a tensor of shape () and torch.float32 in cond and a tensor of shape () and torch.float32 in "
+            "uncond, so that the two cannot be one batch\n"
             "  try: a tensor with a value for each sample, value.expand(batch), or the same tensor in both",
         ),
         (

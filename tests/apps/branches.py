@@ -17,8 +17,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.classes, self.head = nn.Embedding(5, 16), nn.Linear(16, 16)
+        self.classes = nn.Embedding(5, 16)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(16, 16)
 
     def forward(self, x: Tensor, label: Tensor) -> Tensor:
         hidden = x + self.classes(label)
