@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .data_loading import distributed_sampler, seed_for
     from .errors import ConfigurationError, LaunchError, ParallelismError
     from .gradients import average_loss, clip_grad_norm_
+    from .guidance import guided
     from .parallelize import parallelize
     from .parallelize.steps import accumulate, forward_backward
     from .runtime import ParallelContext, current, init, parallel_context, shutdown
@@ -42,6 +43,7 @@ __all__ = [
     "distributed_sampler",
     "export",
     "forward_backward",
+    "guided",
     "init",
     "load",
     "parallel_context",
@@ -71,6 +73,7 @@ _HOMES = {
     "data_loading": ("distributed_sampler", "seed_for"),
     "errors": ("ConfigurationError", "LaunchError", "ParallelismError"),
     "gradients": ("average_loss", "clip_grad_norm_"),
+    "guidance": ("guided",),
     "parallelize": ("parallelize",),
     "parallelize.steps": ("accumulate", "forward_backward"),
     "runtime": ("ParallelContext", "current", "init", "parallel_context", "shutdown"),

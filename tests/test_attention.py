@@ -96,7 +96,7 @@ def test_what_is_refused(size: int, ring: int, ulysses: int) -> None:
     )
     assert first.pop("cross") == (
         "attention() shares query, key and value alike, so cross attention is refused: 6 local queries, 4 local keys\n"
-        "  try: torch.nn.functional.scaled_dot_product_attention with whole keys and values on every rank"
+        "  try: self-attention over both in one sequence, each cut by shard_sequence, or degrees of 1"
     )
     assert first.pop("key heads") == (
         "attention() needs query heads in whole groups for each key head: heads=8 % key heads=3 = 2, not 0"

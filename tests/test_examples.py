@@ -1,4 +1,4 @@
-"""examples/train.py: the same loss under every layout, and what it refuses."""
+"""examples/train.py: the same loss under every layout, and what it refuses; guided_sampling.py: the same bits."""
 
 import re
 import sys
@@ -11,6 +11,7 @@ from processes import ROOT, Outcome, clean_environment, run, torchrun
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]  # eight jobs in one fixture
 
 TRAIN = ROOT / "examples/train.py"
+SAMPLE = ROOT / "examples/guided_sampling.py"
 FEW = ("train.steps=8", "train.log_every=1", "model.num_layers=4")
 PRESETS = ("ddp", "fsdp", "hsdp", "tp", "fsdp_tp", "pp", "pp_fsdp", "fsdp_pp_tp")
 once = pytest.mark.xdist_group("examples")
@@ -71,3 +72,26 @@ def test_under_torchrun(layout: tuple[str, ...], reference: list[float], tmp_pat
     found = trained(run(torchrun(4, TRAIN, *layout, *FEW), tmp_path))
     assert len(found) == 8, "printed on rank 0 only"
     assert found == pytest.approx(reference, abs=1e-4)
+
+
+def test_two_branches_draw_the_digits_that_one_process_draws(tmp_path: Path) -> None:
+    few = ("train.steps=300", "sample.steps=10")
+    said = []
+    for layout in ((), ("parallelism=cfg", "parallelism.inference=true")):
+        command = [sys.executable, SAMPLE, *layout, *few, f"hydra.run.dir=out{len(layout)}"]
+        outcome = run(command, tmp_path, deadline=180, env=clean_environment())
+        assert outcome.code == 0, outcome.text
+        assert (tmp_path / f"out{len(layout)}/samples.png").stat().st_size > 4000
+        said += re.findall(r"agreement with the wanted classes (\S+), bits of the samples (\w+)", outcome.text)
+    assert len(said) == 2, "told on rank 0 only"
+    assert said[0] == said[1]
+    assert float(said[0][0]) > 0.9
+
+
+def test_asking_for_the_config_imports_no_torch(tmp_path: Path) -> None:
+    outcome = run([sys.executable, "-X", "importtime", TRAIN, "--cfg", "job"], tmp_path, env=clean_environment())
+    assert outcome.code == 0
+    assert "dp_shard: 1" in outcome.text
+    imported = [line.split("|")[-1].strip() for line in outcome.text.splitlines() if line.startswith("import time:")]
+    assert "hydra_parallelism.store" in imported
+    assert not [name for name in imported if name.split(".")[0] in ("torch", "numpy")]

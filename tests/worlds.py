@@ -41,7 +41,7 @@ _kept: list[Any] = []
 
 def work(size: int) -> dict[str, list[Any]]:
     """Piece of work -> its arguments, in order."""
-    pieces: dict[str, Any] = {"resume": jobs.RESUME, "norms": jobs.NORMS, "pipelines": pipelines.CASES}
+    pieces: dict[str, Any] = {"resume": jobs.RESUME, "norms": jobs.NORMS, "pipelines": pipelines.CASES, "branches": jobs.GUIDED}
     found = {"parity": [size]}
     found |= {"observe": [size]} if size in layouts.OBSERVED else {}
     found |= {name: [by_size[size]] for name, by_size in pieces.items() if size in by_size}

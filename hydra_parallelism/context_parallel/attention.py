@@ -4,7 +4,6 @@ Ulysses is outside and the ring inside (USP, arXiv 2405.07719): the Ulysses rank
 part of its piece and take a share of the heads, then these go around the ring.
 """
 
-import itertools
 import math
 from dataclasses import dataclass
 
@@ -84,7 +83,7 @@ def attention(
     _check_shapes(query, key, value, enable_gqa)
     _check_heads(query.size(1), layout, context)
     _check_length(query.size(2), layout, context)
-    next(_calls)
+    _Calls.made += 1
     with _compat.without_modes():  # parallelize enters one that sends torch's attention here: what is called below is torch's
         if query.device.type == "meta":
             return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -92,12 +91,13 @@ def attention(
         return attend(query, key, value, groups, is_causal=is_causal, scale=scale)
 
 
-_calls = itertools.count()
+class _Calls:
+    made = 0
 
 
 def count_calls() -> int:
-    """How often attention over shared sequences was called in this process so far: whether a forward has called it."""
-    return int(_calls.__reduce__()[1][0])
+    """How often sequences were attended to in pieces in this process so far, by which one tells whether a forward did."""
+    return _Calls.made
 
 
 def layout_of(context: ParallelContext) -> Layout:

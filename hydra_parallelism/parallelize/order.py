@@ -19,7 +19,7 @@ from ..errors import ConfigurationError
 from ..options import read_config
 from ..runtime import ParallelContext, current
 from ..topology import Topology
-from . import blocks, data, recompute, sequence, tensor, weights
+from . import blocks, data, inference, recompute, sequence, tensor, weights
 from .pipeline import PipelinedModel, cut, plan_pipeline
 from .recipe import Recipe
 from .reroute import reroute
@@ -27,7 +27,6 @@ from .reroute import reroute
 __all__ = ["apply", "judge", "parallelize", "prepare"]
 
 _NOT_APPLIED = {
-    "cfg": "cfg_parallel",
     "ep": "ep_size",
 }
 """Axis -> the key that sets it, for the axes that this release builds meshes for and does not apply to a model."""
@@ -80,6 +79,8 @@ def parallelize(
         model = _pipeline(model, recipe, context)
     offload = recipe.config.fsdp.cpu_offload
     weights.fill(model, plan, context, init_weights=init_weights, state_dict=state_dict, offload=offload)
+    if context.topology.cfg > 1:
+        inference.close(model, recipe.key)
     return model
 
 

@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _compat
 from ..errors import ConfigurationError
+from . import inference
 from .pipeline import PipelinedModel
 
-__all__ = ["accumulate", "forward_backward"]
+__all__ = ["accumulate", "as_call", "forward_backward"]
 
 _log = logging.getLogger(__name__)
 
@@ -58,10 +59,12 @@ def forward_backward(model: nn.Module, inputs: Any, targets: Any, loss_fn: LossF
         Mean loss of this data rank, on every rank of its pipeline, detached.
 
     Raises:
-        ConfigurationError: The batch does not divide into micro-batches, or the model cannot be run in stages.
+        ConfigurationError: The batch does not divide into micro-batches, or the model cannot be run in stages, or
+            it was parallelized for the two branches of ``cfg_parallel=2``.
     """
+    inference.refuse_training(model)
     share = _shares.get(model, _Share())
-    args, kwargs = _as_call(inputs)
+    args, kwargs = as_call(inputs)
     if isinstance(model, PipelinedModel):
         return model.run_step(args, kwargs, targets, loss_fn, steps=share.steps, synchronize=share.is_last)
     with _quiet(model, share):
@@ -126,7 +129,8 @@ def _quiet(model: nn.Module, share: _Share) -> AbstractContextManager[Any]:
     return model.no_sync() if isinstance(model, DistributedDataParallel) and not share.is_last else nullcontext()
 
 
-def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments out of what stands for a call: a tensor, a tuple or a mapping."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})

@@ -19,6 +19,16 @@ NORMS: dict[int, dict[str, list[dict[str, Any]]]] = {
 }
 """Name -> config, and options of the job by hand."""
 
+GUIDED: dict[int, dict[str, dict[str, Any]]] = {
+    2: {"cfg": {"cfg_parallel": 2, "inference": True}},
+    4: {
+        "fsdp": {"cfg_parallel": 2, "dp_shard": 2, "inference": True},
+        "ddp": {"cfg_parallel": 2, "dp_replicate": 2, "inference": True},
+        "pp": {"cfg_parallel": 2, "pp_size": 2, "inference": True, "pipeline": {"microbatches": 2}},
+    },
+}
+"""Name -> config, for predictions of two branches."""
+
 FUZZ = (2, 20)
 """Seed, and number of random layouts, for 4 ranks."""
 

@@ -29,6 +29,7 @@ PIECES = {
     "refusals": "pipeline_refusals",
     "context": "context_models",
     "llamas": "llamas",
+    "branches": "branches",
     "fuzz": "fuzz",
     "attention": "attend",
 }
