@@ -73,9 +73,7 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp
     # This rank's piece of the sequences: all of them unless the layout has a ring or ulysses axis.
     inputs, targets, positions = hydra_parallelism.shard_sequence(windows[:, :-1], windows[:, 1:], positions)
     # The same call whether the model is cut into pipeline stages or not.
-    scaled = hydra_parallelism.forward_backward(
-        model, (inputs, positions), targets, lambda *pair: scaler.scale(loss_of(*pair))
-    )
+    scaled = hydra_parallelism.forward_backward(model, (inputs, positions), targets, lambda *pair: scaler.scale(loss_of(*pair)))
     loss = scaled / scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()

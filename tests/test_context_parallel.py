@@ -81,7 +81,10 @@ def test_what_would_be_wrong_on_a_piece_is_refused(name: str, text: str) -> None
         ("positions", "counts positions (arange)"),
         ("padding", "attention_mask hides positions, and attention over pieces of a sequence takes no mask"),
         ("packed", "position_ids are not those of this rank's piece of one whole sequence; packed sequences attend across"),
-        ("labels", "labels are shifted by one inside the model, and the piece's last token does not know the next piece's first"),
+        (
+            "labels",
+            "labels are shifted by one inside the model, and the piece's last token does not know the next piece's first",
+        ),
         ("window", "MistralAttention asks for sliding_window=3, which attention over pieces of a sequence does not do"),
     ],
 )

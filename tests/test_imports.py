@@ -31,7 +31,8 @@ ON_TOP = ("_checkpoint_state", "checkpoint", "guidance")
 """These know what ``parallelize`` returns, too."""
 PARALLELIZE = (
     "recipe", "inference", "blocks", "styles", "plans", "sequence", "tensor", "recompute", "data", "weights",
-    "stages", "stand_ins", "units", "flow", "part", "merge", "relay", "schedule", "pipeline", "steps", "order",
+    "stages", "stand_ins", "units", "flow", "part", "merge", "relay", "schedule", "pipeline", "steps", "pretrained",
+    "reroute", "order",
 )  # fmt: skip
 """Modules of ``parallelize``, likewise; of the rest they may import all up to ``runtime``, and none of that imports them."""
 CONTEXT_PARALLEL = ("layout", "kernels", "ring", "ulysses", "attention", "shards")

@@ -325,8 +325,6 @@ def test_refusals_of_sequence_parallelism() -> None:
 @pytest.mark.parametrize(
     ("world", "config", "named"),
     [
-        (2, {"context_parallel": {"ring_degree": 2}}, "parallelism.context_parallel.ring_degree=2"),
-        (2, {"context_parallel": {"ulysses_degree": 2}}, "parallelism.context_parallel.ulysses_degree=2"),
         (2, {"dp_shard": 2, "ep_size": 2}, "parallelism.ep_size=2"),
     ],
 )

@@ -1,7 +1,8 @@
 """``parallelize``: judge everything, then apply it in the one order that works.
 
-Stage split, tensor plan (sequence parallelism with it), attention over the context axes, activation checkpointing, FSDP from the blocks to the root, then
-weights for what was on ``meta``. Degrees of 1 take the same way as all others: a mesh axis of one rank is a mesh axis.
+Stage split, tensor plan (sequence parallelism with it), attention over the context axes, activation checkpointing, FSDP from
+the blocks to the root, then weights for what was on ``meta``. Degrees of 1 take the same way as all others: a mesh axis of one
+rank is a mesh axis.
 
 What is judged depends on the config and the model alone, which are the same on every rank. Should they not be, one all-reduce
 of five numbers, the first collective of all, has every rank refuse when one does.

@@ -50,7 +50,7 @@ def attach(model: Any, context: ParallelContext, key: str) -> None:
 
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ConfigurationError(
-            f"{key}.context_parallel: {type(model).__name__} takes no position_ids, so the pieces of a sequence would all begin "
+            f"{key}.context_parallel: {type(model).__name__} takes no position_ids, so all pieces of a sequence would begin "
             f"at position 0\n  try: {key}.context_parallel.ring_degree=1 {key}.context_parallel.ulysses_degree=1"
         )
     ALL_ATTENTION_FUNCTIONS.register(NAME, partial(_attend, context, key))
@@ -131,6 +131,5 @@ def _refuse_labels(kwargs: Mapping[str, Any], key: str) -> None:
         raise ConfigurationError(
             f"{key}.context_parallel: labels are shifted by one inside the model, and the piece's last token does not know the "
             f"next piece's first\n"
-            f"  try: targets = tokens[:, 1:], cut by hydra_parallelism.shard_sequence with the inputs, and a loss outside the model"
+            f"  try: targets = tokens[:, 1:], cut by hydra_parallelism.shard_sequence with the inputs, and a loss outside"
         )
-

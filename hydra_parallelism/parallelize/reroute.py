@@ -58,7 +58,8 @@ def _run(forward: Callable[..., Any], mode: "Reroute", attends: bool, *args: Any
     if attends and not mode.attended:
         raise ConfigurationError(
             f"{mode.asked}, but the forward of {mode.owner} calls no attention, so each rank would see its own piece of the "
-            f"sequence only\n  try: F.scaled_dot_product_attention or hydra_parallelism.attention in the model, or {mode.remedy}"
+            f"sequence only\n"
+            f"  try: F.scaled_dot_product_attention or hydra_parallelism.attention in the model, or {mode.remedy}"
         )
     return output
 
@@ -73,7 +74,7 @@ class Reroute(TorchFunctionMode):
     """Hands attention on, and refuses what would mix the positions of a piece as if it were the sequence."""
 
     def __init__(self, owner: str, key: str, context: ParallelContext) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         degrees = {"ring_degree": context.topology.ring, "ulysses_degree": context.topology.ulysses}
         asked = {f"{key}.context_parallel.{name}": degree for name, degree in degrees.items() if degree > 1}
         self.owner, self.context, self.length, self.attended = owner, context, 0, False
@@ -95,7 +96,8 @@ class Reroute(TorchFunctionMode):
     def _refuse(self, func: Any, what: str, remedy: str) -> None:
         raise ConfigurationError(
             f"{self.asked}, but the forward of {self.owner} {what} ({getattr(func, '__name__', func)}) over the "
-            f"{self.length} positions of this rank's piece, which are not the first {self.length} of the sequence nor all of it\n"
+            f"{self.length} positions of this rank's piece, which are not the first {self.length} of the sequence nor all of "
+            f"it\n"
             f"  try: {remedy}, or {self.remedy}"
         )
 

@@ -128,7 +128,9 @@ def report(only: str = "") -> list[dict[str, Any]]:
         with parallel_context({**config, "runtime": {"timeout_s": 240}}) as context:
             for kind, optimizer in LLAMA_RUNS:
                 try:
-                    result = compare(train(kind, optimizer, context), reference(kind, optimizer, context.topology.cp == 1), context)
+                    result = compare(
+                        train(kind, optimizer, context), reference(kind, optimizer, context.topology.cp == 1), context
+                    )
                 except ConfigurationError as error:  # the same on every rank
                     result = {"refused": str(error)}
                 found.append({"case": [layout, kind, optimizer], **result})

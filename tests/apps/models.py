@@ -147,7 +147,6 @@ def length(name: str) -> int:
     return LONG if name.endswith("_long") else SEQUENCE
 
 
-
 def make(name: str) -> nn.Module:
     """A model by name. ``gpt`` and ``llama`` divide by 2, 3 and 4; ``odd`` by 2 alone, and its halves by nothing.
 
