@@ -35,26 +35,29 @@ def main(cfg: DictConfig) -> dict[str, float]:
     """Train, and return numbers for sweeps: ``loss``, ``tokens_per_s`` and ``memory_mb``."""
     if _HERE not in sys.path:  # submitit runs the task in a process that does not know the script's folder
         sys.path.insert(0, _HERE)
-    import training  # here, because it imports torch: --cfg, --help and tab completion answer without
-
-    numbers = training.train(cfg)
-    numbers["memory_mb"] = measure_memory()
-    return numbers
-
-
-def measure_memory() -> float:
-    """Megabytes at the peak of the rank that needed most: of its accelerator, or of its process with Python and torch in it."""
-    import torch
+    # Here, because these import torch: --cfg, --help and tab completion answer without.
     import torch.distributed as dist
 
+    import training
+
     context = hydra_parallelism.current()
-    on_device = context.device.type == "cuda"
-    kilobytes = torch.cuda.max_memory_allocated() // 1024 if on_device else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    most = torch.tensor(float(kilobytes), device=context.device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
+    before = peak_mb(context.device)
+    numbers = training.train(cfg)
+    needed = [0.0] * context.world_size
+    dist.all_gather_object(needed, peak_mb(context.device) - before)
     if context.rank == 0:
-        logger.info("%d rank(s) for each sequence: %.0f MB at the peak of a rank", context.topology.cp, most.item() / 1024)
-    return most.item() / 1024
+        by_rank = " ".join(f"{mb:.0f}" for mb in needed)
+        logger.info("%d rank(s) share a sequence; MB for model and activations by rank: %s", context.topology.cp, by_rank)
+    return {**numbers, "memory_mb": max(needed)}
+
+
+def peak_mb(device: Any) -> float:
+    """The most memory so far in megabytes: of the accelerator, or of the process with Python and torch in it."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # kilobytes on Linux
 
 
 if __name__ == "__main__":
