@@ -135,7 +135,6 @@ def _backward(
     travelling: _Transfer | None = None
     for step in range(ring.size):
         arriving = _pass_on(block, ring) if step + 1 < ring.size else None
-        share = torch.zeros_like(block, dtype=lse.dtype) if step < 2 else None  # own, or the first of a foreign block
         part = ring.counts(step, query.size(2))
         grads = None
         if part is not None:
@@ -145,12 +144,11 @@ def _backward(
             grads = kernel.backward(
                 rows.grad, rows.query, key, value, rows.out, rows.lse, step == 0 and ring.causal, ring.scale
             )
-        if travelling is not None:
-            share = travelling.wait()
-        assert share is not None
+        share = travelling.wait() if travelling is not None else None  # none with the own block, nor at its first foreign rank
         if grads is not None and part is not None:
-            share[0][:, :, part[1]] += grads[1]
-            share[1][:, :, part[1]] += grads[2]
+            share = _added(share, grads[1], grads[2], part[1], block, lse.dtype)
+        elif share is None:
+            share = torch.zeros_like(block, dtype=lse.dtype)
         if step == 0:
             assert grads is not None
             of_query, of_block = grads[0].to(lse.dtype), share
@@ -163,6 +161,16 @@ def _backward(
     if travelling is not None:
         of_block += travelling.wait()
     return of_query, of_block
+
+
+def _added(share: Tensor | None, of_key: Tensor, of_value: Tensor, keys: slice, block: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gradients of a block with those of some of its keys taken in; ``None`` is nothing so far."""
+    if share is None and keys == _ALL:
+        return torch.stack([of_key, of_value]).to(dtype)
+    total = torch.zeros_like(block, dtype=dtype) if share is None else share
+    total[0][:, :, keys] += of_key
+    total[1][:, :, keys] += of_value
+    return total
 
 
 class _Rows(NamedTuple):
