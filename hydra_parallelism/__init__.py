@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .data_loading import distributed_sampler, seed_for
     from .errors import ConfigurationError, LaunchError, ParallelismError
     from .gradients import average_loss, clip_grad_norm_
+    from .moe import MoE
     from .parallelize import parallelize
     from .parallelize.steps import accumulate, forward_backward
     from .runtime import ParallelContext, current, init, parallel_context, shutdown
@@ -25,6 +26,7 @@ __all__ = [
     "ContextParallelConfig",
     "FSDPConfig",
     "LaunchError",
+    "MoE",
     "ParallelContext",
     "ParallelismConfig",
     "ParallelismError",
@@ -64,6 +66,7 @@ _HOMES = {
     "data_loading": ("distributed_sampler", "seed_for"),
     "errors": ("ConfigurationError", "LaunchError", "ParallelismError"),
     "gradients": ("average_loss", "clip_grad_norm_"),
+    "moe": ("MoE",),
     "parallelize": ("parallelize",),
     "parallelize.steps": ("accumulate", "forward_backward"),
     "runtime": ("ParallelContext", "current", "init", "parallel_context", "shutdown"),

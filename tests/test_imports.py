@@ -24,19 +24,19 @@ ORDER = (
     *WITHOUT_TORCH,
     "_compat", "census", "local_rendezvous", "launch", "slots", "rendezvous", "agreement", "device", "options", "mesh",
     "runtime", "record", "run_folder", "run_mode", "multirun", "callback", "sweep_plan", "sweep_jobs", "sweep",
-    "gradients", "data_loading", "_checkpoint_files", "_checkpoint_state", "checkpoint",
+    "gradients", "moe", "data_loading", "_checkpoint_files", "_checkpoint_state", "checkpoint",
 )  # fmt: skip
 """Each of these may import those before it."""
 ON_TOP = ("_checkpoint_state", "checkpoint")
 """These know what ``parallelize`` returns, too."""
 PARALLELIZE = (
-    "recipe", "blocks", "styles", "plans", "sequence", "tensor", "recompute", "data", "weights",
-    "stages", "stand_ins", "units", "flow", "part", "merge", "relay", "schedule", "pipeline", "steps", "order",
+    "recipe", "blocks", "packed", "styles", "plans", "sequence", "tensor", "recompute", "data", "dispatch", "experts",
+    "weights", "stages", "stand_ins", "units", "flow", "part", "merge", "relay", "schedule", "pipeline", "steps", "order",
 )  # fmt: skip
 """Modules of ``parallelize``, likewise; of the rest they may import all up to ``runtime``, and none of that imports them."""
 DOORBELL = sorted((ROOT / "hydra_plugins").rglob("*.py"))
 RUNTIME = (
-    "ParallelContext", "accumulate", "average_loss", "clip_grad_norm_", "current", "distributed_sampler", "export",
+    "MoE", "ParallelContext", "accumulate", "average_loss", "clip_grad_norm_", "current", "distributed_sampler", "export",
     "forward_backward", "init", "load", "parallel_context", "parallelize", "save", "seed_for", "shutdown",
 )  # fmt: skip
 

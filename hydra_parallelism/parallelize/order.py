@@ -1,7 +1,8 @@
 """``parallelize``: judge everything, then apply it in the one order that works.
 
-Stage split, tensor plan (sequence parallelism with it), activation checkpointing, FSDP from the blocks to the root, then
-weights for what was on ``meta``. Degrees of 1 take the same way as all others: a mesh axis of one rank is a mesh axis.
+Stage split, tensor plan (sequence parallelism with it), experts, activation checkpointing, FSDP from the experts and blocks to
+the root, then weights for what was on ``meta``. Degrees of 1 take the same way as all others: a mesh axis of one rank is a mesh
+axis.
 
 What is judged depends on the config and the model alone, which are the same on every rank. Should they not be, one all-reduce
 of five numbers, the first collective of all, has every rank refuse when one does.
@@ -18,7 +19,7 @@ from ..errors import ConfigurationError
 from ..options import read_config
 from ..runtime import ParallelContext, current
 from ..topology import Topology
-from . import blocks, data, recompute, sequence, tensor, weights
+from . import blocks, data, experts, recompute, sequence, tensor, weights
 from .pipeline import PipelinedModel, cut, plan_pipeline
 from .recipe import Recipe
 
@@ -28,7 +29,6 @@ _NOT_APPLIED = {
     "cfg": "cfg_parallel",
     "ring": "context_parallel.ring_degree",
     "ulysses": "context_parallel.ulysses_degree",
-    "ep": "ep_size",
 }
 """Axis -> the key that sets it, for the axes that this release builds meshes for and does not apply to a model."""
 
@@ -116,18 +116,21 @@ def judge(model: nn.Module, config: ParallelismConfig, topology: Topology, key: 
             f"  try: parallelism=fsdp or parallelism=fsdp_tp, or apply that axis to the model by hand"
         )
     block_names = tuple(name for name, _ in blocks.find_blocks(model))
-    rules = tensor.choose_rules(model, config, topology.tp, key)
-    zones = tensor.find_zones(model, rules, block_names, topology.tp, key)
-    sequence.judge(model, config, block_names, zones, rules, key)
+    expert_plan = experts.choose(model, config, topology, key)
+    rules = tensor.choose_rules(model, config, topology.tp, key, expert_plan.styles)
+    zones = tensor.find_zones(model, rules, block_names, topology.tp, key, expert_plan.apart)
+    experts.judge_zones(expert_plan, config, zones, rules, key)
+    sequence.judge(model, config, block_names, zones, rules, key, expert_plan.apart)
     if topology.pp > 1:
         plan_pipeline(model, config, topology, key)
     return Recipe(
         config=config,
         key=key,
         blocks=block_names,
-        units=data.choose_units(model, config, topology, key),
+        units=tuple(name for name in data.choose_units(model, config, topology, key) if name not in expert_plan.split),
         rules=rules,
         zones=zones,
+        experts=expert_plan.split,
         recomputed=recompute.choose_blocks(model, config, block_names, key),
     )
 
@@ -135,5 +138,7 @@ def judge(model: nn.Module, config: ParallelismConfig, topology: Topology, key: 
 def apply(module: nn.Module, recipe: Recipe, context: ParallelContext) -> None:
     """Do to a whole model, or to one stage of it, what a recipe says, in place. Collective: call on all ranks."""
     tensor.split_tensors(module, recipe, context)
+    experts.split(module, recipe, context)
     recompute.wrap(module, recipe)
+    experts.shard(module, recipe, context)
     data.shard(module, recipe, context)

@@ -20,6 +20,8 @@ class Case:
 
 _TP = {"tp_plan": "auto"}
 _SP = {**_TP, "enable_sequence_parallel": True}
+_EP = {"ep_plan": "auto"}
+_SUMMED = {"ep_plan": {"layers.*.mlp.experts": "moe_tp_experts"}}
 
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one": {}, "one_tp": _TP, "one_sp": _SP},
@@ -67,8 +69,19 @@ _GATHERED = {
 _VOCABULARY = {"tp_plan": {"head": "colwise_vocab"}}
 
 EXTRAS: dict[int, list[Case]] = {
-    1: [Case("one_recompute", {"activation_checkpointing": "full"})],
+    1: [
+        Case("one_ep", _EP, "moe"),
+        Case("one_recompute", {"activation_checkpointing": "full"}),
+    ],
     2: [
+        Case("ep2", {"dp_shard": 2, "ep_size": 2, **_EP}, "moe", ("sgd", "adamw")),
+        Case("ep2_recompute", {"dp_shard": 2, "ep_size": 2, **_EP, "activation_checkpointing": "full"}, "moe"),
+        Case("ep2_offload", {"dp_shard": 2, "ep_size": 2, **_EP, "fsdp": {"cpu_offload": True}}, "moe"),
+        Case("ep2_meta", {"dp_shard": 2, "ep_size": 2, **_EP}, "moe", trick="meta"),
+        Case("tp2_ep2", {"tp_size": 2, "ep_size": 2, **_TP, **_SUMMED}, "moe"),
+        Case("tp2_ep2_sp", {"tp_size": 2, "ep_size": 2, **_SP, **_EP}, "moe"),
+        Case("tp2_moe", {"tp_size": 2, **_TP, **_EP}, "moe"),
+        Case("tp2_moe_sp", {"tp_size": 2, **_SP, **_EP}, "moe"),
         Case("fsdp2_meta", {"dp_shard": 2}, trick="meta"),
         Case("tp2_meta", {"tp_size": 2, **_TP}, "llama", trick="meta"),
         Case("tp2_vocabulary", {"tp_size": 2, **_TP, **_VOCABULARY}, trick="vocabulary"),
@@ -85,11 +98,23 @@ EXTRAS: dict[int, list[Case]] = {
         Case("tp2_seeds", {"tp_size": 2, **_TP}, trick="seeds"),
     ],
     4: [
+        Case("ep4", {"dp_shard": 4, "ep_size": 4, **_EP}, "moe"),
+        Case("ep2_efsdp2", {"dp_shard": 4, "ep_size": 2, **_EP}, "moe", ("sgd", "adamw")),
+        Case("hsdp2x2_ep2", {"dp_replicate": 2, "dp_shard": 2, "ep_size": 2, **_EP}, "moe", ("sgd", "adamw")),
+        Case("fsdp2_tp2_sp_ep4", {"dp_shard": 2, "tp_size": 2, "ep_size": 4, **_SP, **_EP}, "moe"),
+        Case("fsdp2_tp2_sp_ep2", {"dp_shard": 2, "tp_size": 2, "ep_size": 2, **_SP, **_EP}, "moe"),
+        Case("fsdp2_tp2_ep2", {"dp_shard": 2, "tp_size": 2, "ep_size": 2, **_TP, **_SUMMED}, "moe"),
         Case("fsdp2_tp2_sp_recompute", {"dp_shard": 2, "tp_size": 2, **_SP, "activation_checkpointing": 2}, "llama"),
         Case("fsdp2_tp2_sp_meta", {"dp_shard": 2, "tp_size": 2, **_SP}, "llama", trick="meta"),
         Case("replicate2_tp2_offload", {"dp_replicate": 2, "tp_size": 2, **_TP, "fsdp": {"cpu_offload": True}}),
     ],
 }
+
+EXTRAS[8] = [
+    Case("ep8", {"dp_shard": 8, "ep_size": 8, **_EP}, "moe"),
+    Case("ep4_efsdp2", {"dp_shard": 8, "ep_size": 4, **_EP}, "moe"),
+    Case("ep2_efsdp4", {"dp_shard": 8, "ep_size": 2, **_EP}, "moe"),
+]
 
 MISTAKES: dict[int, list[Case]] = {
     2: [

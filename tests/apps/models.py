@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
+from mixture import MixtureGPT
 from model import GPT
 
 SEQUENCE = 12
@@ -134,7 +135,15 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
 
 
-VOCAB = {"gpt": 60, "odd": 30, "llama": 60, "packed": 48}
+def mixture(vocab: int) -> nn.Module:
+    """8 experts. The router is scaled up: near a tie, rounding would choose another expert than one process does."""
+    model = MixtureGPT(vocab, dim=32, num_layers=2, heads=4, hidden=24, seq_len=SEQUENCE, experts=8, top_k=2)
+    for layer in model.layers:
+        layer.mlp.router.weight.data.mul_(20)
+    return model
+
+
+VOCAB = {"moe": 60, "gpt": 60, "odd": 30, "llama": 60, "packed": 48}
 """Model -> size of its vocabulary."""
 
 
@@ -150,6 +159,8 @@ def make(name: str) -> nn.Module:
         model = GPT(vocab, dim=20, num_layers=3, heads=2, hidden=30, seq_len=SEQUENCE + 1)
         model.head = nn.Linear(20, vocab)
         return model
+    if name == "moe":
+        return mixture(vocab)
     if name == "llama":
         return Llama(vocab, dim=96, num_layers=2, heads=24, kv_heads=12, hidden=60)
     return Llama(vocab, dim=32, num_layers=2, heads=8, kv_heads=4, hidden=40, packed=True)
