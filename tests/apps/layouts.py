@@ -157,12 +157,32 @@ LLAMA_LAYOUTS: dict[str, dict[str, Any]] = {
 }
 """Layouts of 4 ranks for Transformers' models."""
 
+MIXTURE_LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep2_efsdp2": {"dp_shard": 4, "ep_size": 2, **_EP},
+    "fsdp2_tp2_ep2": {"dp_shard": 2, "tp_size": 2, "ep_size": 2, **_TP, **_SUMMED},
+    "fsdp2_tp2_sp_ep4": {"dp_shard": 2, "tp_size": 2, "ep_size": 4, **_SP, **_EP},
+    "pp2_ep2": {"pp_size": 2, "dp_shard": 2, "ep_size": 2, **_EP, "pipeline": {"microbatches": 4}},
+}
+"""The same for Transformers' mixtures of experts."""
+
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
 LLAMAS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama_tied": {"model_type": "llama", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 8},
+    "mixtral": {"model_type": "mixtral", **_EXPERTS},
+    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 8, "moe_intermediate_size": 24, **_EXPERTS},
 }
 """Model -> what it has beside the sizes that all of them share."""
 
 LLAMA_RUNS = (("llama", "sgd"), ("llama", "adamw"), ("llama_tied", "sgd"), ("qwen3", "adamw"))
+MIXTURE_RUNS = (("mixtral", "adamw"), ("qwen3_moe", "sgd"))
 """Model and optimizer of each run under a layout."""
+
+
+def llama_runs() -> Iterator[tuple[str, dict[str, Any], str, str]]:
+    """Layout, config, model and optimizer of every run, those of one layout together."""
+    for layouts, runs in ((LLAMA_LAYOUTS, LLAMA_RUNS), (MIXTURE_LAYOUTS, MIXTURE_RUNS)):
+        for layout, config in layouts.items():
+            yield from ((layout, config, model, optimizer) for model, optimizer in runs)
