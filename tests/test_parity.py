@@ -62,7 +62,7 @@ MASTER = {"weight": "float32", "gradient": "float32"}
 
 @pytest.mark.parametrize(
     ("size", "layout"),
-    [(1, "bf16"), (2, "bf16"), (2, "bf16_ddp"), (2, "bf16_tp"), (2, "bf16_sp"), (4, "bf16")],
+    [(1, "bf16"), (2, "bf16"), (2, "bf16_ddp"), (2, "bf16_tp"), (2, "bf16_sp"), (2, "bf16_ep"), (4, "bf16")],
 )
 def test_mixed_precision_computes_in_bf16_at_every_degree(size: int, layout: str) -> None:
     assert all(seen[layout] == {**BF16, **MASTER} for seen in observations(size))

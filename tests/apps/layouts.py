@@ -75,6 +75,9 @@ EXTRAS: dict[int, list[Case]] = {
     ],
     2: [
         Case("ep2", {"dp_shard": 2, "ep_size": 2, **_EP}, "moe", ("sgd", "adamw")),
+        Case("ep2_skewed", {"dp_shard": 2, "ep_size": 2, **_EP}, "skewed"),
+        Case("ep2_skewed_recompute", {"dp_shard": 2, "ep_size": 2, **_EP, "activation_checkpointing": "full"}, "skewed"),
+        Case("tp2_ep2_skewed", {"tp_size": 2, "ep_size": 2, **_TP, **_SUMMED}, "skewed"),
         Case("ep2_recompute", {"dp_shard": 2, "ep_size": 2, **_EP, "activation_checkpointing": "full"}, "moe"),
         Case("ep2_offload", {"dp_shard": 2, "ep_size": 2, **_EP, "fsdp": {"cpu_offload": True}}, "moe"),
         Case("ep2_meta", {"dp_shard": 2, "ep_size": 2, **_EP}, "moe", trick="meta"),
@@ -100,6 +103,7 @@ EXTRAS: dict[int, list[Case]] = {
     4: [
         Case("ep4", {"dp_shard": 4, "ep_size": 4, **_EP}, "moe"),
         Case("ep2_efsdp2", {"dp_shard": 4, "ep_size": 2, **_EP}, "moe", ("sgd", "adamw")),
+        Case("ep2_efsdp2_skewed", {"dp_shard": 4, "ep_size": 2, **_EP}, "skewed"),
         Case("hsdp2x2_ep2", {"dp_replicate": 2, "dp_shard": 2, "ep_size": 2, **_EP}, "moe", ("sgd", "adamw")),
         Case("fsdp2_tp2_sp_ep4", {"dp_shard": 2, "tp_size": 2, "ep_size": 4, **_SP, **_EP}, "moe"),
         Case("fsdp2_tp2_sp_ep2", {"dp_shard": 2, "tp_size": 2, "ep_size": 2, **_SP, **_EP}, "moe"),
@@ -113,7 +117,7 @@ EXTRAS: dict[int, list[Case]] = {
 EXTRAS[8] = [
     Case("ep8", {"dp_shard": 8, "ep_size": 8, **_EP}, "moe"),
     Case("ep4_efsdp2", {"dp_shard": 8, "ep_size": 4, **_EP}, "moe"),
-    Case("ep2_efsdp4", {"dp_shard": 8, "ep_size": 2, **_EP}, "moe"),
+    Case("ep2_efsdp4", {"dp_shard": 8, "ep_size": 2, **_EP}, "few"),
 ]
 
 MISTAKES: dict[int, list[Case]] = {

@@ -135,15 +135,26 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
 
 
-def mixture(vocab: int) -> nn.Module:
-    """8 experts. The router is scaled up: near a tie, rounding would choose another expert than one process does."""
-    model = MixtureGPT(vocab, dim=32, num_layers=2, heads=4, hidden=24, seq_len=SEQUENCE, experts=8, top_k=2)
+def mixture(vocab: int, experts: int = 8) -> MixtureGPT:
+    """The example's. The router is scaled up: near a tie, rounding would choose another expert than one process does."""
+    model = MixtureGPT(vocab, dim=32, num_layers=2, heads=4, hidden=24, seq_len=SEQUENCE, experts=experts, top_k=2)
     for layer in model.layers:
         layer.mlp.router.weight.data.mul_(20)
     return model
 
 
-VOCAB = {"moe": 60, "gpt": 60, "odd": 30, "llama": 60, "packed": 48}
+def skew(model: MixtureGPT) -> nn.Module:
+    """All tokens to expert 0 in the first block, and all to experts 0 and 3 in the second."""
+    for layer, chosen in zip(model.layers, ([0], [0, 3]), strict=True):
+        router = layer.mlp.router
+        router.top_k = len(chosen)
+        layer.mlp_norm.bias.data.fill_(3.0)
+        router.weight.data.mul_(0.01)
+        router.weight.data[chosen] += 0.2
+    return model
+
+
+VOCAB = {"moe": 60, "skewed": 60, "few": 60, "gpt": 60, "odd": 30, "llama": 60, "packed": 48}
 """Model -> size of its vocabulary."""
 
 
@@ -159,8 +170,10 @@ def make(name: str) -> nn.Module:
         model = GPT(vocab, dim=20, num_layers=3, heads=2, hidden=30, seq_len=SEQUENCE + 1)
         model.head = nn.Linear(20, vocab)
         return model
-    if name == "moe":
-        return mixture(vocab)
+    if name in ("moe", "few"):
+        return mixture(vocab, 8 if name == "moe" else 4)
+    if name == "skewed":
+        return skew(mixture(vocab))
     if name == "llama":
         return Llama(vocab, dim=96, num_layers=2, heads=24, kv_heads=12, hidden=60)
     return Llama(vocab, dim=32, num_layers=2, heads=8, kv_heads=4, hidden=40, packed=True)

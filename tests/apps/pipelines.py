@@ -63,7 +63,10 @@ CASES: dict[int, dict[str, Any]] = {
         "pp2 fsdp2 accumulate": case(microbatches=2, accumulate=2, dp_shard=2),
         "pp2 fsdp2 shapes that change": case(microbatches=2, accumulate=2, ragged=True, interrupt=True, dp_shard=2),
         "pp2 ddp2 zero bubble": case("InterleavedZeroBubble", 4, batch=16, accumulate=2, ragged=True, dp_replicate=2),
-        **{f"pp2 ep2 {s}": case(s, model="moe", dp_shard=2, **EXPERTS) for s in ("1F1B","Interleaved1F1B", "InterleavedZeroBubble","ZBVZeroBubble", "DualPipeV")},
+        **{
+            f"pp2 ep2 {s}": case(s, model="moe", dp_shard=2, **EXPERTS)
+            for s in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+        },
         "pp2 ep2 accumulate": case(microbatches=2, accumulate=2, model="moe", dp_shard=2, **EXPERTS),
         "pp2 ep2 recompute": case(model="moe", dp_shard=2, activation_checkpointing="full", **EXPERTS),
         "pp2 tp2": case(optimizers=BOTH, tp_size=2),
