@@ -89,6 +89,18 @@ def test_everything_at_once_keeps_names_and_ties() -> None:
         }
 
 
+def test_tokens_travel_in_two_all_to_alls_and_nothing_else_is_gathered() -> None:
+    """Of two blocks: FSDP gathers each, its experts, and the root (which stays gathered); each layer tells its counts once."""
+    units, layers = 5, 2
+    for seen in observations(4):
+        assert seen["dispatch"]["forward"] == {"c10d._allgather_base_": units + layers, "c10d.alltoall_base_": 2 * layers}
+        assert seen["dispatch"]["backward"] == {
+            "c10d._allgather_base_": units - 1,
+            "c10d.alltoall_base_": 2 * layers,
+            "c10d._reduce_scatter_base_": units,
+        }
+
+
 def test_ranks_with_different_models_refuse_together() -> None:
     what = "names, shapes, dtypes or requires_grad of their parameters"
     said = f"parallelism: the ranks built different models: {what} differ"

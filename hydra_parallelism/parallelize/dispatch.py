@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from .. import _compat
 from ..errors import ConfigurationError
 from .packed import COUNTS
-from .styles import Reparameterized, own
+from .styles import StyleOfParameters, own
 
 __all__ = ["Dispatch", "Summed"]
 
@@ -37,7 +37,7 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 """What this rank's experts make of tokens (N, D), given for each the number of its expert, (N,)."""
 
 
-class _Experts(Reparameterized):
+class _Experts(StyleOfParameters):
     """The experts of a module over the ranks of a mesh."""
 
     def placement(self, name: str) -> Placement:

@@ -167,10 +167,12 @@ def _refuse_without(model: nn.Module, config: ParallelismConfig, topology: Topol
     style = SUMMED if topology.ep == topology.tp and not config.enable_sequence_parallel else DISPATCH
     mapping = ", ".join(f"{pattern}: {style}" for pattern in found)
     given = "null" if config.ep_plan is None else "{}" if not config.ep_plan else "... names no module of experts"
-    have = f"{{{mapping}}}" if found else f"{key}.ep_size=1: {type(model).__name__} has no module of stacked experts"
+    remedies = [f"{key}.ep_plan=auto (the model's own plan)"] if plans.own_plan(model, "ep_plan") else []
+    remedies += [f"{key}.ep_plan={{{mapping}}}"] if found else []
+    nothing = f"{key}.ep_size=1: {type(model).__name__} has no module of stacked experts"
     raise ConfigurationError(
         f"{key}.ep_size={topology.ep}, but {key}.ep_plan={given}: {topology.ep} ranks would hold all experts each\n"
-        f"  try: " + (f"{key}.ep_plan=auto (the model's own plan), or {key}.ep_plan={have}" if found else have)
+        f"  try: {', or '.join(remedies) or nothing}"
     )
 
 

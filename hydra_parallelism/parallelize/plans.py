@@ -15,7 +15,7 @@ from torch import nn
 from ..config import ParallelismConfig
 from ..errors import ConfigurationError
 from . import blocks
-from .styles import EXPERT_STYLES, STYLES, UNKNOWN_STYLES, canonical
+from .styles import EXPERT_STYLES, OTHER_STYLES, STYLES, canonical
 
 __all__ = ["own_plan", "resolve", "resolve_experts"]
 
@@ -138,7 +138,7 @@ def _judge_style(rule: _Rule, key: str) -> str:
             f"  try: {key}.ep_plan=auto, which takes experts out of the tensor plan (they stay whole at ep_size=1), or leave "
             f"them whole, {key}.tp_plan={{{pattern}: replicate}}"
         )
-    if style in UNKNOWN_STYLES:
+    if style in OTHER_STYLES:
         raise ConfigurationError(
             f"{where}: style {style!r} of {pattern!r} is not applied by this release\n"
             f"  try: leave these modules whole, {{{pattern}: replicate}}; applied are {known}"

@@ -43,14 +43,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from .. import _compat
 
-__all__ = ["EXPERT_STYLES", "STYLES", "UNKNOWN_STYLES", "Reparameterized", "Style", "build", "canonical", "own"]
+__all__ = ["EXPERT_STYLES", "OTHER_STYLES", "STYLES", "Style", "StyleOfParameters", "build", "canonical", "own"]
 
 _ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 
 EXPERT_STYLES = ("ep_dispatch_experts", "moe_tp_experts", "ep_router", "grouped_gemm")
 """Styles of an ``ep_plan``: see :mod:`.experts`."""
 
-UNKNOWN_STYLES = frozenset(
+OTHER_STYLES = frozenset(
     [
         "moe_identity_expert",
         "gather",
@@ -116,7 +116,7 @@ class _Own(torch.autograd.Function):
         return gradients[0]
 
 
-class Reparameterized(ParallelStyle):
+class StyleOfParameters(ParallelStyle):
     """A style whose module computes on plain tensors that are made of its parameters anew in each forward.
 
     FSDP puts the gathered parameters into the module before its forward, so they must be taken from it then. Only parameters
@@ -155,7 +155,7 @@ class Reparameterized(ParallelStyle):
         return output
 
 
-class GradientsSummed(Reparameterized):
+class GradientsSummed(StyleOfParameters):
     """Replicated parameters that meet another slice of the activations on each rank: heads, or positions of the sequence.
 
     A rank's gradient is then one summand. Declared ``Partial``, it is summed over ``tp`` when FSDP takes it.
@@ -166,7 +166,7 @@ class GradientsSummed(Reparameterized):
         return parameter.to_local(grad_placements=[Partial()])
 
 
-class Replicated(Reparameterized):
+class Replicated(StyleOfParameters):
     """Replicated parameters that meet whole activations, plain or as the DTensor that a sequence-parallel region gathers."""
 
     def _run(self, module: nn.Module, forward: Callable[..., Any], mesh: DeviceMesh, *inputs: Any, **options: Any) -> Any:
@@ -179,7 +179,7 @@ class Replicated(Reparameterized):
         return parameter.to_local()
 
 
-class _Packed(Reparameterized):
+class _Packed(StyleOfParameters):
     """Two equal matrices stacked along the split dim. See the module docstring."""
 
     dim: int
