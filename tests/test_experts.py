@@ -252,31 +252,17 @@ def test_a_model_without_experts_is_refused() -> None:
     )
 
 
-def with_shared() -> nn.Module:
-    """A layer for all tokens beside the experts."""
-    model = models.make("moe")
-    for layer in model.layers:
-        layer.mlp.shared = models.SwiGLU(32, 8)
-    model.tp_plan = {
-        **model.tp_plan,
-        "layers.*.mlp.shared.gate_proj": "colwise",
-        "layers.*.mlp.shared.up_proj": "colwise",
-        "layers.*.mlp.shared.down_proj": "rowwise",
-    }
-    return model
-
-
 def test_experts_beside_a_split_layer() -> None:
-    assert judge(with_shared(), 2, **BOTH, ep_plan=SUMMED).experts
+    assert judge(models.make("shared"), 2, **BOTH, ep_plan=SUMMED).experts
     sequence = {**BOTH, "enable_sequence_parallel": True, "ep_plan": "auto"}
     beside = [f"layers.0.mlp.shared.{name}_proj" for name in ("gate", "up", "down")]
     rules = {name.replace("0", "*"): "sequence_parallel" for name in beside}
-    assert refusal(with_shared(), 2, **sequence) == (
+    assert refusal(models.make("shared"), 2, **sequence) == (
         f"parallelism.ep_plan: layers.0.mlp.experts stands in layers.0.mlp, where parallelism.tp_plan splits "
         f"{', '.join(beside)}: there the sequence is whole on every tp rank, and each would send the same tokens\n"
         f"  try: parallelism.tp_plan={{{', '.join(f'{name}: {style}' for name, style in rules.items())}}}"
     )
-    assert judge(with_shared(), 2, **{**sequence, "tp_plan": rules}).experts
+    assert judge(models.make("shared"), 2, **{**sequence, "tp_plan": rules}).experts
 
 
 def test_a_router_that_gives_every_expert_a_weight_is_refused_when_it_runs() -> None:

@@ -115,7 +115,9 @@ def _placement(weight: nn.Parameter, ep: int, efsdp: int) -> Shard:
     return Shard(next((dim for dim, size in enumerate(sizes) if size % efsdp == 0), 0))
 
 
-def choose(model: nn.Module, config: ParallelismConfig, topology: Topology, key: str) -> ExpertPlan:
+def choose(
+    model: nn.Module, config: ParallelismConfig, topology: Topology, block_names: tuple[str, ...], key: str
+) -> ExpertPlan:
     """Which modules hold experts and how tokens get to them, judged against the model and the degrees. Pure.
 
     Raises:
@@ -137,7 +139,7 @@ def choose(model: nn.Module, config: ParallelismConfig, topology: Topology, key:
         _judge_count(packed.count(model.get_submodule(name)), name, topology, key)
     if topology.ep > 1:
         _judge_styles(styles, config, topology, key)
-    routers = {name for name, style in rules.items() if style == "ep_router"} | _leaves_beside(model, styles)
+    routers = {name for name, style in rules.items() if style == "ep_router"} | _leaves_beside(model, styles, block_names)
     return ExpertPlan(styles, frozenset(routers - styles.keys()), topology.ep > 1 or topology.tp == 1)
 
 
@@ -232,12 +234,12 @@ def _judge_styles(styles: Mapping[str, str], config: ParallelismConfig, at: Topo
             )
 
 
-def _leaves_beside(model: nn.Module, styles: Mapping[str, str]) -> set[str]:
-    """Routers, whatever they are called: modules without children in the module that holds the experts too."""
-    found: set[str] = set()
-    for name in styles:
-        parent = name.rpartition(".")[0]
-        for child, module in model.get_submodule(parent).named_children():
-            if not any(True for _ in module.children()):
-                found.add(f"{parent}.{child}".strip("."))
-    return found
+def _leaves_beside(model: nn.Module, styles: Mapping[str, str], block_names: tuple[str, ...]) -> set[str]:
+    """Routers, whatever they are called: modules without children in a mixture, which holds the experts too and is no block."""
+    mixtures = {name.rpartition(".")[0] for name in styles} - {"", *block_names}
+    return {
+        f"{mixture}.{child}"
+        for mixture in mixtures
+        for child, module in model.get_submodule(mixture).named_children()
+        if not any(True for _ in module.children())
+    }

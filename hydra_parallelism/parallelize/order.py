@@ -116,7 +116,7 @@ def judge(model: nn.Module, config: ParallelismConfig, topology: Topology, key: 
             f"  try: parallelism=fsdp or parallelism=fsdp_tp, or apply that axis to the model by hand"
         )
     block_names = tuple(name for name, _ in blocks.find_blocks(model))
-    expert_plan = experts.choose(model, config, topology, key)
+    expert_plan = experts.choose(model, config, topology, block_names, key)
     rules = tensor.choose_rules(model, config, topology.tp, key, expert_plan.styles)
     zones = tensor.find_zones(model, rules, block_names, topology.tp, key, expert_plan.apart)
     experts.judge_zones(expert_plan, config, zones, rules, key)

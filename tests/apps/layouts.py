@@ -21,6 +21,7 @@ class Case:
 _TP = {"tp_plan": "auto"}
 _SP = {**_TP, "enable_sequence_parallel": True}
 _EP = {"ep_plan": "auto"}
+_SHARED = {f"layers.*.mlp.shared.{name}_proj": "sequence_parallel" for name in ("gate", "up", "down")}
 _SUMMED = {"ep_plan": {"layers.*.mlp.experts": "moe_tp_experts"}}
 
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
@@ -83,6 +84,8 @@ EXTRAS: dict[int, list[Case]] = {
         Case("ep2_meta", {"dp_shard": 2, "ep_size": 2, **_EP}, "moe", trick="meta"),
         Case("tp2_ep2", {"tp_size": 2, "ep_size": 2, **_TP, **_SUMMED}, "moe"),
         Case("tp2_ep2_sp", {"tp_size": 2, "ep_size": 2, **_SP, **_EP}, "moe"),
+        Case("tp2_ep2_shared", {"tp_size": 2, "ep_size": 2, **_TP, **_SUMMED}, "shared"),
+        Case("tp2_ep2_sp_shared", {"tp_size": 2, "ep_size": 2, **_SP, **_EP, "tp_plan": _SHARED}, "shared"),
         Case("tp2_moe", {"tp_size": 2, **_TP, **_EP}, "moe"),
         Case("tp2_moe_sp", {"tp_size": 2, **_SP, **_EP}, "moe"),
         Case("fsdp2_meta", {"dp_shard": 2}, trick="meta"),

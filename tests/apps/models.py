@@ -143,6 +143,28 @@ def mixture(vocab: int, experts: int = 8) -> MixtureGPT:
     return model
 
 
+def share(model: MixtureGPT) -> nn.Module:
+    """A layer that every token uses beside the experts, as DeepSeek's and Qwen's have it."""
+    for layer in model.layers:
+        layer.mlp = Shared(layer.mlp)
+    shared = {f"layers.*.mlp.shared.{name}_proj": "rowwise" if name == "down" else "colwise" for name in ("gate", "up", "down")}
+    model.tp_plan = {**model.tp_plan, **shared}
+    return model
+
+
+class Shared(nn.Module):
+    """Experts that are chosen, and one that always is."""
+
+    def __init__(self, moe: nn.Module) -> None:
+        super().__init__()
+        self.router, self.experts, self.shared = moe.router, moe.experts, SwiGLU(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        _, weights, index = self.router(tokens)
+        return self.experts(tokens, index, weights).view_as(x) + self.shared(x)
+
+
 def skew(model: MixtureGPT) -> nn.Module:
     """All tokens to expert 0 in the first block, and all to experts 0 and 3 in the second."""
     for layer, chosen in zip(model.layers, ([0], [0, 3]), strict=True):
@@ -154,7 +176,7 @@ def skew(model: MixtureGPT) -> nn.Module:
     return model
 
 
-VOCAB = {"moe": 60, "skewed": 60, "few": 60, "gpt": 60, "odd": 30, "llama": 60, "packed": 48}
+VOCAB = {"moe": 60, "skewed": 60, "few": 60, "shared": 60, "gpt": 60, "odd": 30, "llama": 60, "packed": 48}
 """Model -> size of its vocabulary."""
 
 
@@ -172,6 +194,8 @@ def make(name: str) -> nn.Module:
         return model
     if name in ("moe", "few"):
         return mixture(vocab, 8 if name == "moe" else 4)
+    if name == "shared":
+        return share(mixture(vocab))
     if name == "skewed":
         return skew(mixture(vocab))
     if name == "llama":
