@@ -120,6 +120,7 @@ EXTRAS: dict[int, list[Case]] = {
 EXTRAS[8] = [
     Case("ep8", {"dp_shard": 8, "ep_size": 8, **_EP}, "moe"),
     Case("ep4_efsdp2", {"dp_shard": 8, "ep_size": 4, **_EP}, "moe"),
+    Case("hsdp2x2_tp2_sp_ep2", {"dp_replicate": 2, "dp_shard": 2, "tp_size": 2, "ep_size": 2, **_SP, **_EP}, "moe"),
     Case("ep2_efsdp4", {"dp_shard": 8, "ep_size": 2, **_EP}, "few"),
 ]
 
