@@ -143,8 +143,8 @@ class ParallelismConfig:
     """Which modules are split how over ``tp``: ``null``, ``auto`` (the model's own plan), or a mapping of module name
     patterns to styles, merged over the model's own plan."""
     ep_plan: Any = None
-    """Which modules hold experts and how tokens get to them over ``ep``: ``null``, ``auto`` (the model's own plan), or a mapping
-    of name patterns to styles, e.g. ``ep_plan={layers.*.moe.experts: ep_dispatch_experts}``, merged over the model's own."""
+    """Which modules hold experts and how tokens get to them over ``ep``: ``null``, ``auto`` (the model's own plan), or a
+    mapping of name patterns to styles, e.g. ``ep_plan={layers.*.moe.experts: ep_dispatch_experts}``, merged over its own."""
     enable_sequence_parallel: bool = False
     """Shard the sequence between the tensor-parallel regions, over ``tp``."""
     enable_expert_parallel: bool = False
