@@ -11,6 +11,7 @@ alone, each of whose outputs is a :class:`Traced` tensor that remembers where it
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,14 +103,17 @@ def meta_copy(module: nn.Module) -> nn.Module:
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     copied = copy.deepcopy(module, memo)
     for inner in copied.modules():
-        if packed.count(inner):  # their forward asks which experts have tokens, which is nowhere written on meta
-            inner.forward = _same_shape
+        if packed.count(inner):
+            inner.forward = partial(_mixed, inner.forward)
     return copied
 
 
-def _same_shape(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """What a module of stacked experts returns, as far as shapes tell."""
-    return torch.empty_like(hidden)
+def _mixed(forward: Callable[..., Tensor], hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """What a module of stacked experts returns on meta: most ask which experts have tokens, which is nowhere written there."""
+    try:
+        return forward(hidden, index, weights)
+    except (NotImplementedError, RuntimeError):
+        return torch.empty_like(hidden)
 
 
 class StandIn(nn.Module):
