@@ -127,6 +127,7 @@ EXTRAS[8] = [
 MISTAKES: dict[int, list[Case]] = {
     2: [
         Case("nobody_reduces", {}, trick="unreduced"),
+        Case("experts_not_averaged", {"dp_shard": 2, "ep_size": 2, **_EP}, "moe", trick="summed"),
         Case("heads_not_summed", {"tp_size": 2, "tp_plan": {"layers.*.self_attn.[qk]_norm": "replicate"}}, "llama"),
     ],
 }
