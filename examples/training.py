@@ -1,4 +1,4 @@
-"""Training a small GPT under any layout that ``parallelize`` applies: what ``train.py`` and ``long_context.py`` run.
+"""Training a small GPT under any layout: what ``train.py``, ``long_context.py`` and ``moe.py`` run.
 
 The global batch and the first weights depend on ``train.seed`` alone, so the loss is the same under every layout up to float32
 rounding.
@@ -7,7 +7,7 @@ rounding.
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +28,16 @@ except ImportError:  # the log lines are enough
 logger = logging.getLogger(__name__)
 
 
-def train(cfg: DictConfig) -> dict[str, float]:
-    """Train, and return numbers for sweeps: the mean loss of the last step, and tokens per second, both over all ranks."""
+def train(cfg: DictConfig, make: Callable[..., nn.Module] = GPT) -> dict[str, float]:
+    """Train, and return numbers for sweeps: the mean loss of the last step, and tokens per second, both over all ranks.
+
+    ``make(vocab, **cfg.model)`` makes the model.
+    """
     context = hydra_parallelism.current()
     check(cfg)
     source = text.load(cfg.data.path and to_absolute_path(cfg.data.path), cfg.model.seq_len)
     torch.manual_seed(cfg.train.seed)
-    model = hydra_parallelism.parallelize(GPT(text.VOCAB, **cfg.model).to(context.device))
+    model = hydra_parallelism.parallelize(make(text.VOCAB, **cfg.model).to(context.device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.train.lr)
     # The gradients of float16 underflow unless the loss is scaled up; disabled, the scaler passes everything through.
     half = context.config.fsdp.mixed_precision

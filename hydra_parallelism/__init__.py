@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .errors import ConfigurationError, LaunchError, ParallelismError
     from .gradients import average_loss, clip_grad_norm_
     from .guidance import guided
+    from .moe import MoE
     from .parallelize import parallelize
     from .parallelize.steps import accumulate, forward_backward
     from .runtime import ParallelContext, current, init, parallel_context, shutdown
@@ -28,6 +29,7 @@ __all__ = [
     "ContextParallelConfig",
     "FSDPConfig",
     "LaunchError",
+    "MoE",
     "ParallelContext",
     "ParallelismConfig",
     "ParallelismError",
@@ -74,6 +76,7 @@ _HOMES = {
     "errors": ("ConfigurationError", "LaunchError", "ParallelismError"),
     "gradients": ("average_loss", "clip_grad_norm_"),
     "guidance": ("guided",),
+    "moe": ("MoE",),
     "parallelize": ("parallelize",),
     "parallelize.steps": ("accumulate", "forward_backward"),
     "runtime": ("ParallelContext", "current", "init", "parallel_context", "shutdown"),

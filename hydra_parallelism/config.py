@@ -146,7 +146,8 @@ class ParallelismConfig:
     """Which modules are split how over ``tp``: ``null``, ``auto`` (the model's own plan), or a mapping of module name
     patterns to styles, merged over the model's own plan."""
     ep_plan: Any = None
-    """The same for expert modules, used when ``ep_size > 1``."""
+    """Which modules hold experts and how tokens get to them over ``ep``: ``null``, ``auto`` (the model's own plan), or a
+    mapping of name patterns to styles, e.g. ``ep_plan={layers.*.moe.experts: ep_dispatch_experts}``, merged over its own."""
     enable_sequence_parallel: bool = False
     """Shard the sequence between the tensor-parallel regions, over ``tp``."""
     enable_expert_parallel: bool = False

@@ -37,7 +37,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "ring": {"context_parallel": {"ring_degree": -1}},
     "ulysses": {"context_parallel": {"ulysses_degree": -1}},
     "usp": {"context_parallel": {"ring_degree": -1, "ulysses_degree": 2}},
-    "ep": {"dp_shard": -1, "ep_size": -1},
+    "ep": {"dp_shard": -1, "ep_size": -1, "ep_plan": "auto"},
     "cfg": {"dp_replicate": -1, "cfg_parallel": 2, "inference": True},
 }
 """Preset -> what it sets on top of ``schema``. At most one ``-1``, so that each fits many world sizes."""

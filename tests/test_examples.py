@@ -1,4 +1,4 @@
-"""examples/train.py: the same loss under every layout, and what it refuses; guided_sampling.py: the same bits."""
+"""The examples: the same loss under every layout, guided_sampling.py the same bits, and what is refused."""
 
 import re
 import sys
@@ -86,6 +86,25 @@ def test_two_branches_draw_the_digits_that_one_process_draws(tmp_path: Path) -> 
     assert len(said) == 2, "told on rank 0 only"
     assert said[0] == said[1]
     assert float(said[0][0]) > 0.9
+
+
+MOE = ROOT / "examples/moe.py"
+MOE_FEW = (*FEW, "train.batch_size=8")
+
+
+@pytest.mark.xdist_group("moe")
+def test_a_mixture_of_experts_learns_the_same_wherever_its_experts_are(tmp_path: Path) -> None:
+    reference = trained(run([sys.executable, MOE, *MOE_FEW], tmp_path, env=clean_environment()))
+    assert len(reference) == 8
+    assert reference[0] == pytest.approx(5.55, abs=0.1)
+    assert reference[-1] < 4.7
+    layouts = ["parallelism=ep,pp_fsdp,fsdp_tp", "parallelism.ep_size=2", "parallelism.enable_sequence_parallel=true"]
+    command = [sys.executable, MOE, "-m", *layouts, "hydra.launcher.nproc_per_node=4", "hydra.sweep.dir=.", *MOE_FEW]
+    outcome = run(command, tmp_path, deadline=300, env=clean_environment())
+    assert outcome.code == 0, outcome.text
+    for number in range(3):
+        found = losses((tmp_path / f"{number}/ranks/0.log").read_text())
+        assert found == pytest.approx(reference, abs=1e-4)
 
 
 def test_asking_for_the_config_imports_no_torch(tmp_path: Path) -> None:

@@ -24,24 +24,24 @@ ORDER = (
     *WITHOUT_TORCH,
     "_compat", "census", "local_rendezvous", "launch", "slots", "rendezvous", "agreement", "device", "options", "mesh",
     "runtime", "record", "run_folder", "run_mode", "multirun", "callback", "sweep_plan", "sweep_jobs", "sweep",
-    "gradients", "data_loading", "_checkpoint_files", "_checkpoint_state", "checkpoint", "guidance",
+    "gradients", "moe", "data_loading", "_checkpoint_files", "_checkpoint_state", "checkpoint", "guidance",
 )  # fmt: skip
 """Each of these may import those before it."""
 ON_TOP = ("_checkpoint_state", "checkpoint", "guidance")
 """These know what ``parallelize`` returns, too."""
 PARALLELIZE = (
-    "recipe", "inference", "blocks", "styles", "plans", "sequence", "tensor", "recompute", "data", "weights",
-    "stages", "stand_ins", "units", "flow", "part", "merge", "relay", "schedule", "pipeline", "steps", "pretrained",
-    "reroute", "order",
+    "recipe", "inference", "blocks", "packed", "styles", "plans", "sequence", "tensor", "recompute", "data", "dispatch",
+    "experts", "weights", "stages", "stand_ins", "units", "flow", "part", "merge", "relay", "schedule", "pipeline", "steps",
+    "pretrained", "reroute", "order",
 )  # fmt: skip
 """Modules of ``parallelize``, likewise; of the rest they may import all up to ``runtime``, and none of that imports them."""
 CONTEXT_PARALLEL = ("layout", "kernels", "ring", "ulysses", "attention", "shards")
 """Modules of ``context_parallel``, likewise; ``parallelize`` may import them, and they nothing of it."""
 DOORBELL = sorted((ROOT / "hydra_plugins").rglob("*.py"))
 RUNTIME = (
-    "ParallelContext", "accumulate", "attention", "average_loss", "clip_grad_norm_", "current", "distributed_sampler", "export",
-    "forward_backward", "guided", "init", "load", "parallel_context", "parallelize", "save", "seed_for", "shard_sequence",
-    "shutdown", "unshard_sequence",
+    "MoE", "ParallelContext", "accumulate", "attention", "average_loss", "clip_grad_norm_", "current", "distributed_sampler",
+    "export", "forward_backward", "guided", "init", "load", "parallel_context", "parallelize", "save", "seed_for",
+    "shard_sequence", "shutdown", "unshard_sequence",
 )  # fmt: skip
 
 

@@ -229,7 +229,8 @@ GPT_TP = {"tp_size": 2, "tp_plan": "auto"}
             "parallelism.tp_plan: no module is called 'layers.*.attention.q_pro'\n  try: layers.*.attention.q_proj",
         ),
         ({"tp_plan": {"head": "colwize"}}, "parallelism.tp_plan: no style 'colwize' for 'head'\n  try: one of colwise,"),
-        ({"tp_plan": {"head": "ep_router"}}, "style 'ep_router' of 'head' is not applied by this release"),
+        ({"tp_plan": {"head": "gather"}}, "style 'gather' of 'head' is not applied by this release"),
+        ({"tp_plan": {"head": "ep_router"}}, "style 'ep_router' of 'head' is for experts, which parallelism.ep_plan speaks of"),
         (
             {"tp_plan": {"norm": "colwise"}},
             "parallelism.tp_plan: style colwise is for Linear, but norm is LayerNorm\n"
@@ -320,17 +321,6 @@ def test_refusals_of_sequence_parallelism() -> None:
 
 
 # Axes, weights, names
-
-
-@pytest.mark.parametrize(
-    ("world", "config", "named"),
-    [
-        (2, {"dp_shard": 2, "ep_size": 2}, "parallelism.ep_size=2"),
-    ],
-)
-def test_axes_that_are_not_applied_are_refused(world: int, config: dict[str, Any], named: str) -> None:
-    text = refusal(models.make("gpt"), world, **config)
-    assert text.startswith(f"parallelize does not apply {named} in this release; the mesh is there")
 
 
 class Secret(nn.Module):

@@ -62,7 +62,7 @@ MASTER = {"weight": "float32", "gradient": "float32"}
 
 @pytest.mark.parametrize(
     ("size", "layout"),
-    [(1, "bf16"), (2, "bf16"), (2, "bf16_ddp"), (2, "bf16_tp"), (2, "bf16_sp"), (4, "bf16")],
+    [(1, "bf16"), (2, "bf16"), (2, "bf16_ddp"), (2, "bf16_tp"), (2, "bf16_sp"), (2, "bf16_ep"), (4, "bf16")],
 )
 def test_mixed_precision_computes_in_bf16_at_every_degree(size: int, layout: str) -> None:
     assert all(seen[layout] == {**BF16, **MASTER} for seen in observations(size))
@@ -86,6 +86,18 @@ def test_everything_at_once_keeps_names_and_ties() -> None:
             "tied": True,
             "sharded": True,
             "gradients": True,
+        }
+
+
+def test_tokens_travel_in_two_all_to_alls_and_nothing_else_is_gathered() -> None:
+    """Of two blocks: FSDP gathers each, its experts, and the root (which stays gathered); each layer tells its counts once."""
+    units, layers = 5, 2
+    for seen in observations(4):
+        assert seen["dispatch"]["forward"] == {"c10d._allgather_base_": units + layers, "c10d.alltoall_base_": 2 * layers}
+        assert seen["dispatch"]["backward"] == {
+            "c10d._allgather_base_": units - 1,
+            "c10d.alltoall_base_": 2 * layers,
+            "c10d._reduce_scatter_base_": units,
         }
 
 

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import worlds
-from apps.layouts import LLAMA_LAYOUTS, LLAMA_RUNS
+from apps.layouts import llama_runs
 from processes import ROOT, clean_environment, run
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(worlds.DEADLINE)]
@@ -30,8 +30,9 @@ def results() -> dict[tuple[str, ...], dict[str, Any]]:
 
 @pytest.mark.engines
 @pytest.mark.xdist_group("worlds")
-@pytest.mark.parametrize(("model", "optimizer"), LLAMA_RUNS)
-@pytest.mark.parametrize("layout", LLAMA_LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "model", "optimizer"), [(layout, model, optimizer) for layout, _, model, optimizer in llama_runs()]
+)
 def test_a_layout_trains_as_one_process(layout: str, model: str, optimizer: str) -> None:
     result = results()[layout, model, optimizer]
     if layout.startswith("pp") and model == "llama_tied":

@@ -21,7 +21,7 @@ from ..topology import Topology
 from . import blocks, styles
 from .recipe import Recipe
 
-__all__ = ["choose_units", "compute_dtype", "shard"]
+__all__ = ["choose_units", "compute_dtype", "policy", "precision", "shard"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,20 +44,18 @@ def shard(module: nn.Module, recipe: Recipe, context: ParallelContext) -> None:
         recipe: Which modules are units, and the policy.
         context: The context whose meshes and device to use.
     """
-    policy = _policy(recipe.config.fsdp, context)
-    dtype = compute_dtype(recipe.config)
-    wide = None if dtype is None else torch.float32
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide)
+    options = policy(recipe.config.fsdp, context)
+    inner = precision(recipe.config)
     units = [unit for _, unit in recipe.present(recipe.units, module) if unit is not module]
     for unit in (*units, module):
         unit.register_forward_hook(_own_views)
     for unit in units:
-        fully_shard(unit, mp_policy=precision, **policy)
+        fully_shard(unit, mp_policy=inner, **options)
     # Backward begins with what the root holds (norm, head): freed after forward, it would be gathered again at once.
     # ``None`` is torch's word for "unless this is the root of all".
     if recipe.config.fsdp.reshard_after_forward:
-        policy["reshard_after_forward"] = None
-    fully_shard(module, mp_policy=replace(precision, output_dtype=wide), **policy)
+        options["reshard_after_forward"] = None
+    fully_shard(module, mp_policy=replace(inner, output_dtype=inner.reduce_dtype), **options)
 
 
 def choose_units(model: nn.Module, config: ParallelismConfig, topology: Topology, key: str) -> tuple[str, ...]:
@@ -94,7 +92,14 @@ def _own_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     return _compat.unflatten([styles.own(leaf) for leaf in leaves], spec)
 
 
-def _policy(fsdp: FSDPConfig, context: ParallelContext) -> dict[str, Any]:
+def precision(config: ParallelismConfig) -> MixedPrecisionPolicy:
+    """In which dtypes a unit computes and reduces."""
+    dtype = compute_dtype(config)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
+
+
+def policy(fsdp: FSDPConfig, context: ParallelContext) -> dict[str, Any]:
+    """How the parameters of a unit are kept: over which mesh, for how long whole, and where."""
     # Pinned memory makes the copies to an accelerator asynchronous; without one there is nothing to pin for.
     offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy()
     return {

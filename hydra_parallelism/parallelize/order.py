@@ -1,8 +1,8 @@
 """``parallelize``: judge everything, then apply it in the one order that works.
 
-Stage split, tensor plan (sequence parallelism with it), attention over the context axes, activation checkpointing, FSDP from
-the blocks to the root, then weights for what was on ``meta``. Degrees of 1 take the same way as all others: a mesh axis of one
-rank is a mesh axis.
+Stage split, tensor plan (sequence parallelism with it), experts, attention over the context axes, activation checkpointing,
+FSDP from the experts and blocks to the root, then weights for what was on ``meta``. Degrees of 1 take the same way as all
+others: a mesh axis of one rank is a mesh axis.
 
 What is judged depends on the config and the model alone, which are the same on every rank. Should they not be, one all-reduce
 of five numbers, the first collective of all, has every rank refuse when one does.
@@ -20,17 +20,12 @@ from ..errors import ConfigurationError
 from ..options import read_config
 from ..runtime import ParallelContext, current
 from ..topology import Topology
-from . import blocks, data, inference, recompute, sequence, tensor, weights
+from . import blocks, data, experts, inference, recompute, sequence, tensor, weights
 from .pipeline import PipelinedModel, cut, plan_pipeline
 from .recipe import Recipe
 from .reroute import reroute
 
 __all__ = ["apply", "judge", "parallelize", "prepare"]
-
-_NOT_APPLIED = {
-    "ep": "ep_size",
-}
-"""Axis -> the key that sets it, for the axes that this release builds meshes for and does not apply to a model."""
 
 
 def parallelize(
@@ -58,8 +53,7 @@ def parallelize(
         trained through :func:`~hydra_parallelism.forward_backward`.
 
     Raises:
-        ConfigurationError: Something declared cannot be done to this model, or is not applied by this release. On every rank,
-            before anything is done to the model.
+        ConfigurationError: Something declared cannot be done to this model. On every rank, before anything is done to it.
 
     Example:
         >>> model = parallelize(GPT(...))
@@ -113,25 +107,22 @@ def judge(model: nn.Module, config: ParallelismConfig, topology: Topology, key: 
         ConfigurationError: See :func:`parallelize`.
     """
     weights.refuse_unfit(model, key)
-    refused = [f"{key}.{name}={topology.size(axis)}" for axis, name in _NOT_APPLIED.items() if topology.size(axis) > 1]
-    if refused:
-        raise ConfigurationError(
-            f"parallelize does not apply {', '.join(refused)} in this release; the mesh is there, context.mesh[...]\n"
-            f"  try: parallelism=fsdp or parallelism=fsdp_tp, or apply that axis to the model by hand"
-        )
     block_names = tuple(name for name, _ in blocks.find_blocks(model))
-    rules = tensor.choose_rules(model, config, topology.tp, key)
-    zones = tensor.find_zones(model, rules, block_names, topology.tp, key)
-    sequence.judge(model, config, block_names, zones, rules, key)
+    expert_plan = experts.choose(model, config, topology, block_names, key)
+    rules = tensor.choose_rules(model, config, topology.tp, key, expert_plan.styles)
+    zones = tensor.find_zones(model, rules, block_names, topology.tp, key, expert_plan.apart)
+    experts.judge_zones(expert_plan, config, zones, rules, key)
+    sequence.judge(model, config, block_names, zones, rules, key, expert_plan.apart)
     if topology.pp > 1:
         plan_pipeline(model, config, topology, key)
     return Recipe(
         config=config,
         key=key,
         blocks=block_names,
-        units=data.choose_units(model, config, topology, key),
+        units=tuple(name for name in data.choose_units(model, config, topology, key) if name not in expert_plan.split),
         rules=rules,
         zones=zones,
+        experts=expert_plan.split,
         recomputed=recompute.choose_blocks(model, config, block_names, key),
     )
 
@@ -146,6 +137,8 @@ def apply(module: nn.Module, recipe: Recipe, context: ParallelContext, *, attend
         attends: Whether a forward without attention is a mistake under context parallelism. A stage may hold none.
     """
     tensor.split_tensors(module, recipe, context)
+    experts.split(module, recipe, context)
     reroute(module, recipe, context, attends=attends)
     recompute.wrap(module, recipe)
+    experts.shard(module, recipe, context)
     data.shard(module, recipe, context)

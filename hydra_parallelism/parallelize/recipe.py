@@ -30,6 +30,8 @@ class Recipe:
     """Module -> tensor-parallel style."""
     zones: tuple[str, ...] = ()
     """The modules that hold split weights, inside which activations may be slices: a block's attention, a block's MLP."""
+    experts: Mapping[str, str] = field(default_factory=dict)
+    """Module whose experts are split over ``ep`` -> how tokens get to them."""
     recomputed: tuple[str, ...] = ()
     """The blocks whose activations are computed again in backward."""
 

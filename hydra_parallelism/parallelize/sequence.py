@@ -4,14 +4,14 @@ The region is the block list. The first block's hidden-state input, (batch, sequ
 block's output is gathered. In between:
 
 * a zone (a block's attention, its MLP) gathers the sequence at its entrance; its row-wise modules reduce-scatter at the exit;
-* whatever else holds parameters (norms, scales) computes on its slice, and the gradients of these parameters are summed over
-  ``tp``.
+* whatever else holds parameters (norms, scales, routers) computes on its slice, and the gradients of these parameters are
+  summed over ``tp``. Experts that are split over ``ep`` are sent the tokens of a slice, as :mod:`.experts` has it.
 
 What embeds the tokens before the region and the norm and head behind it see whole sequences. (Korthikanti et al. 2022,
 "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2.)
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -53,6 +53,7 @@ def judge(
     zones: tuple[str, ...],
     rules: Mapping[str, str],
     key: str,
+    apart: Collection[str] = (),
 ) -> None:
     """Refuse sequence parallelism where its region cannot be told. Pure.
 
@@ -75,7 +76,7 @@ def judge(
     for block_name in block_names:
         for inner, module in model.get_submodule(block_name).named_modules():
             path = f"{block_name}.{inner}".rstrip(".")
-            zoned = path in rules or any(f"{path}.".startswith(f"{zone}.") for zone in zones)
+            zoned = path in rules or path in apart or any(f"{path}.".startswith(f"{zone}.") for zone in zones)
             if not zoned and next(module.parameters(recurse=False), None) is not None and not _is_pointwise(module):
                 raise ConfigurationError(
                     f"{switch}, but {path} ({type(module).__name__}) may look along the sequence, of which it has a slice\n"
@@ -105,7 +106,8 @@ def enclose(module: nn.Module, recipe: Recipe, mesh: DeviceMesh) -> None:
         for inner, owner in block.named_modules():
             path = f"{name}.{inner}".rstrip(".")
             zoned = any(path == zone or path.startswith(f"{zone}.") for zone in zones)
-            if not zoned and path not in recipe.rules and next(owner.parameters(recurse=False), None) is not None:
+            told = path in recipe.rules or path in recipe.experts
+            if not zoned and not told and next(owner.parameters(recurse=False), None) is not None:
                 parallelize_module(owner, mesh, build("sequence_parallel"))
     for name, zone in recipe.present(zones, module):
         if name not in recipe.blocks:

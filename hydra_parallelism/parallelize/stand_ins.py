@@ -11,12 +11,14 @@ alone, each of whose outputs is a :class:`Traced` tensor that remembers where it
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import _compat
+from . import packed
 
 __all__ = ["Judge", "StandIn", "Traced", "Untraceable", "meta_copy", "sources", "trace"]
 
@@ -99,7 +101,19 @@ def meta_copy(module: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(module, memo)
+    copied = copy.deepcopy(module, memo)
+    for inner in copied.modules():
+        if packed.count(inner):
+            inner.forward = partial(_mixed, inner.forward)
+    return copied
+
+
+def _mixed(forward: Callable[..., Tensor], hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """What a module of stacked experts returns on meta: most ask which experts have tokens, which is nowhere written there."""
+    try:
+        return forward(hidden, index, weights)
+    except (NotImplementedError, RuntimeError):
+        return torch.empty_like(hidden)
 
 
 class StandIn(nn.Module):

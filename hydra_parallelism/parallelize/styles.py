@@ -43,16 +43,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from .. import _compat
 
-__all__ = ["EXPERT_STYLES", "STYLES", "Style", "build", "canonical", "own"]
+__all__ = ["EXPERT_STYLES", "OTHER_STYLES", "STYLES", "Style", "StyleOfParameters", "build", "canonical", "own"]
 
 _ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 
-EXPERT_STYLES = frozenset(
+EXPERT_STYLES = ("ep_dispatch_experts", "moe_tp_experts", "ep_router", "grouped_gemm")
+"""Styles of an ``ep_plan``: see :mod:`.experts`."""
+
+OTHER_STYLES = frozenset(
     [
-        "ep_router",
-        "ep_dispatch_experts",
-        "grouped_gemm",
-        "moe_tp_experts",
         "moe_identity_expert",
         "gather",
         "local",
@@ -63,7 +62,7 @@ EXPERT_STYLES = frozenset(
         "all_reduce",
     ]
 )
-"""Styles of Transformers' plans that belong to experts or to attention of a special make."""
+"""Styles of Transformers' plans for modules of a special make."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ class _Own(torch.autograd.Function):
         return gradients[0]
 
 
-class _Reparameterized(ParallelStyle):
+class StyleOfParameters(ParallelStyle):
     """A style whose module computes on plain tensors that are made of its parameters anew in each forward.
 
     FSDP puts the gathered parameters into the module before its forward, so they must be taken from it then. Only parameters
@@ -156,7 +155,7 @@ class _Reparameterized(ParallelStyle):
         return output
 
 
-class GradientsSummed(_Reparameterized):
+class GradientsSummed(StyleOfParameters):
     """Replicated parameters that meet another slice of the activations on each rank: heads, or positions of the sequence.
 
     A rank's gradient is then one summand. Declared ``Partial``, it is summed over ``tp`` when FSDP takes it.
@@ -167,7 +166,7 @@ class GradientsSummed(_Reparameterized):
         return parameter.to_local(grad_placements=[Partial()])
 
 
-class Replicated(_Reparameterized):
+class Replicated(StyleOfParameters):
     """Replicated parameters that meet whole activations, plain or as the DTensor that a sequence-parallel region gathers."""
 
     def _run(self, module: nn.Module, forward: Callable[..., Any], mesh: DeviceMesh, *inputs: Any, **options: Any) -> Any:
@@ -180,7 +179,7 @@ class Replicated(_Reparameterized):
         return parameter.to_local()
 
 
-class _Packed(_Reparameterized):
+class _Packed(StyleOfParameters):
     """Two equal matrices stacked along the split dim. See the module docstring."""
 
     dim: int

@@ -7,7 +7,7 @@ where a rank sees its own heads only: there a module with parameters that the pl
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -53,8 +53,10 @@ def split_tensors(module: nn.Module, recipe: Recipe, context: ParallelContext) -
     _tie_again(module, held)
 
 
-def choose_rules(model: nn.Module, config: ParallelismConfig, tp: int, key: str) -> dict[str, str]:
-    """Module name -> style, judged against the model. Pure.
+def choose_rules(
+    model: nn.Module, config: ParallelismConfig, tp: int, key: str, experts: Collection[str] = ()
+) -> dict[str, str]:
+    """Module name -> style, judged against the model. ``experts`` are modules that have a plan of their own. Pure.
 
     Raises:
         ConfigurationError: No plan at ``tp > 1``, a style that does not fit its module, or a dim that ``tp`` does not divide.
@@ -65,15 +67,24 @@ def choose_rules(model: nn.Module, config: ParallelismConfig, tp: int, key: str)
             f"{key}.tp_size={tp}, but {key}.tp_plan={given}: {tp} ranks would compute the whole model each, {tp} times the "
             f"same\n  try: {key}.tp_plan=auto (the model's own plan), or a mapping of module patterns to styles"
         )
-    rules = _complete_ties(model, plans.resolve(model, config, key))
+    rules = _complete_ties(model, plans.resolve(model, config, key, experts))
     for name, style in rules.items():
         _judge(model.get_submodule(name), name, style, tp, config, key)
     _judge_ties(model, rules, key)
     return rules
 
 
-def find_zones(model: nn.Module, rules: Mapping[str, str], block_names: tuple[str, ...], tp: int, key: str) -> tuple[str, ...]:
+def find_zones(
+    model: nn.Module,
+    rules: Mapping[str, str],
+    block_names: tuple[str, ...],
+    tp: int,
+    key: str,
+    apart: Collection[str] = (),
+) -> tuple[str, ...]:
     """The modules that hold split weights, inside which activations may be slices. Pure.
+
+    ``apart`` are modules that the plan need not speak of: experts, and routers, which see whole activations.
 
     In a block these are its children that hold such modules, or the block itself when it holds them directly; elsewhere the
     parent of a module that returns or takes slices, the root apart.
@@ -94,7 +105,7 @@ def find_zones(model: nn.Module, rules: Mapping[str, str], block_names: tuple[st
         _judge_beside(model, at_root, rules, (*block_names, *found), key)
     for zone in (zone for zone, slices in found.items() if slices):
         inner = [name for name in rules if name.startswith(f"{zone}.")]
-        for silent in _silent(model, zone, rules):
+        for silent in (silent for silent in _silent(model, zone, rules) if silent not in apart):
             _refuse_silent(model.get_submodule(silent), silent, inner, key)
         _judge_heads(model.get_submodule(zone), zone, inner, tp, key)
         _judge_slices(model, zone, {name: rules[name] for name in inner}, key)

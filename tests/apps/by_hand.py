@@ -20,15 +20,21 @@ from torch.distributed.tensor.parallel import (
 )
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from mixture import MixtureGPT
 from model import GPT
 
 SIZES = {"vocab": 64, "dim": 32, "num_layers": 4, "heads": 4, "hidden": 48, "seq_len": 16}
 
 
 def make(seed: int = 0, **sizes: int) -> GPT:
-    """The same weights everywhere."""
+    """The same weights everywhere. With ``experts`` a mixture, its router away from ties, which rounding would break."""
     torch.manual_seed(seed)
-    return GPT(**{**SIZES, **sizes})
+    if "experts" not in sizes:
+        return GPT(**{**SIZES, **sizes})
+    model = MixtureGPT(**{**SIZES, "top_k": 2, **sizes})
+    for layer in model.layers:
+        layer.mlp.router.weight.data.mul_(20)
+    return model
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,7 @@ INTERLEAVED = {**PP_FSDP, "pipeline": {"schedule": "Interleaved1F1B", "microbatc
 ALL_OF_THEM = {"pp_size": 2, "dp_shard": 2, "tp_size": 2, "tp_plan": "auto", "pipeline": {"microbatches": 2}}
 OFFLOAD, KEPT = {"fsdp": {"cpu_offload": True}}, {"fsdp": {"reshard_after_forward": False}}
 BY_HAND = {"shard": False}
+EXPERTS, MIXTURE = {"ep_plan": "auto"}, {"experts": 8}
 Job = tuple[str, str, Any, dict[str, Any]]
 
 RESUME: dict[int, list[Job]] = {
@@ -62,10 +63,14 @@ RESUME: dict[int, list[Job]] = {
         ("save", "pp_tp", PP_TP, BY_HAND),
         ("refused", "fsdp4", PP_FSDP, {"num_layers": 6, "hidden": 40}),
         ("refused", "new folder", FSDP4, {}),
+        ("save", "experts", {"dp_shard": 4, "ep_size": 2, **EXPERTS}, MIXTURE),
+        ("load", "experts", {"dp_replicate": 2, "dp_shard": 2, "ep_size": 2, **EXPERTS}, MIXTURE),
+        ("load", "experts", {**INTERLEAVED, "ep_size": 2, **EXPERTS}, MIXTURE),
     ],
     2: [
         ("load", "offload", {"dp_shard": 2, **KEPT}, {}),
         ("load", "pp_tp", {"pp_size": 2}, BY_HAND),
+        ("load", "experts", {"dp_shard": 2}, MIXTURE),
         ("save", "tp2", {"tp_size": 2, "tp_plan": "auto"}, {}),
         ("save", "kept2", {"dp_shard": 2, **KEPT}, {}),
         ("save untouched", "new2", {"pp_size": 2}, {}),
@@ -73,6 +78,8 @@ RESUME: dict[int, list[Job]] = {
     8: [
         ("load", "tp2", ALL_OF_THEM, {}),
         ("load", "new2", {"dp_replicate": 2, "dp_shard": 4}, {}),
+        ("load", "experts", {"dp_shard": 8, "ep_size": 8, **EXPERTS}, MIXTURE),
+        ("load", "experts", None, MIXTURE),
         ("load", "fsdp4", None, {}),
         ("load", "interleaved", None, {}),
         ("load", "kept", None, {}),

@@ -20,6 +20,9 @@ class Case:
 
 _TP = {"tp_plan": "auto"}
 _SP = {**_TP, "enable_sequence_parallel": True}
+_EP = {"ep_plan": "auto"}
+_SHARED = {f"layers.*.mlp.shared.{name}_proj": "sequence_parallel" for name in ("gate", "up", "down")}
+_SUMMED = {"ep_plan": {"layers.*.mlp.experts": "moe_tp_experts"}}
 
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one": {}, "one_tp": _TP, "one_sp": _SP},
@@ -108,8 +111,24 @@ _GATHERED = {
 _VOCABULARY = {"tp_plan": {"head": "colwise_vocab"}}
 
 EXTRAS: dict[int, list[Case]] = {
-    1: [Case("one_recompute", {"activation_checkpointing": "full"})],
+    1: [
+        Case("one_ep", _EP, "moe"),
+        Case("one_recompute", {"activation_checkpointing": "full"}),
+    ],
     2: [
+        Case("ep2", {"dp_shard": 2, "ep_size": 2, **_EP}, "moe", ("sgd", "adamw")),
+        Case("ep2_skewed", {"dp_shard": 2, "ep_size": 2, **_EP}, "skewed"),
+        Case("ep2_skewed_recompute", {"dp_shard": 2, "ep_size": 2, **_EP, "activation_checkpointing": "full"}, "skewed"),
+        Case("tp2_ep2_skewed", {"tp_size": 2, "ep_size": 2, **_TP, **_SUMMED}, "skewed"),
+        Case("ep2_recompute", {"dp_shard": 2, "ep_size": 2, **_EP, "activation_checkpointing": "full"}, "moe"),
+        Case("ep2_offload", {"dp_shard": 2, "ep_size": 2, **_EP, "fsdp": {"cpu_offload": True}}, "moe"),
+        Case("ep2_meta", {"dp_shard": 2, "ep_size": 2, **_EP}, "moe", trick="meta"),
+        Case("tp2_ep2", {"tp_size": 2, "ep_size": 2, **_TP, **_SUMMED}, "moe"),
+        Case("tp2_ep2_sp", {"tp_size": 2, "ep_size": 2, **_SP, **_EP}, "moe"),
+        Case("tp2_ep2_shared", {"tp_size": 2, "ep_size": 2, **_TP, **_SUMMED}, "shared"),
+        Case("tp2_ep2_sp_shared", {"tp_size": 2, "ep_size": 2, **_SP, **_EP, "tp_plan": _SHARED}, "shared"),
+        Case("tp2_moe", {"tp_size": 2, **_TP, **_EP}, "moe"),
+        Case("tp2_moe_sp", {"tp_size": 2, **_SP, **_EP}, "moe"),
         Case("fsdp2_meta", {"dp_shard": 2}, trick="meta"),
         Case("tp2_meta", {"tp_size": 2, **_TP}, "llama", trick="meta"),
         Case("tp2_vocabulary", {"tp_size": 2, **_TP, **_VOCABULARY}, trick="vocabulary"),
@@ -126,15 +145,30 @@ EXTRAS: dict[int, list[Case]] = {
         Case("tp2_seeds", {"tp_size": 2, **_TP}, trick="seeds"),
     ],
     4: [
+        Case("ep4", {"dp_shard": 4, "ep_size": 4, **_EP}, "moe"),
+        Case("ep2_efsdp2", {"dp_shard": 4, "ep_size": 2, **_EP}, "moe", ("sgd", "adamw")),
+        Case("ep2_efsdp2_skewed", {"dp_shard": 4, "ep_size": 2, **_EP}, "skewed"),
+        Case("hsdp2x2_ep2", {"dp_replicate": 2, "dp_shard": 2, "ep_size": 2, **_EP}, "moe", ("sgd", "adamw")),
+        Case("fsdp2_tp2_sp_ep4", {"dp_shard": 2, "tp_size": 2, "ep_size": 4, **_SP, **_EP}, "moe"),
+        Case("fsdp2_tp2_sp_ep2", {"dp_shard": 2, "tp_size": 2, "ep_size": 2, **_SP, **_EP}, "moe"),
+        Case("fsdp2_tp2_ep2", {"dp_shard": 2, "tp_size": 2, "ep_size": 2, **_TP, **_SUMMED}, "moe"),
         Case("fsdp2_tp2_sp_recompute", {"dp_shard": 2, "tp_size": 2, **_SP, "activation_checkpointing": 2}, "llama"),
         Case("fsdp2_tp2_sp_meta", {"dp_shard": 2, "tp_size": 2, **_SP}, "llama", trick="meta"),
         Case("replicate2_tp2_offload", {"dp_replicate": 2, "tp_size": 2, **_TP, "fsdp": {"cpu_offload": True}}),
     ],
 }
 
+EXTRAS[8] = [
+    Case("ep8", {"dp_shard": 8, "ep_size": 8, **_EP}, "moe"),
+    Case("ep4_efsdp2", {"dp_shard": 8, "ep_size": 4, **_EP}, "moe"),
+    Case("hsdp2x2_tp2_sp_ep2", {"dp_replicate": 2, "dp_shard": 2, "tp_size": 2, "ep_size": 2, **_SP, **_EP}, "moe"),
+    Case("ep2_efsdp4", {"dp_shard": 8, "ep_size": 2, **_EP}, "few"),
+]
+
 MISTAKES: dict[int, list[Case]] = {
     2: [
         Case("nobody_reduces", {}, trick="unreduced"),
+        Case("experts_not_averaged", {"dp_shard": 2, "ep_size": 2, **_EP}, "moe", trick="summed"),
         Case("heads_not_summed", {"tp_size": 2, "tp_plan": {"layers.*.self_attn.[qk]_norm": "replicate"}}, "llama"),
     ],
 }
@@ -182,12 +216,32 @@ LLAMA_LAYOUTS: dict[str, dict[str, Any]] = {
 }
 """Layouts of 4 ranks for Transformers' models."""
 
+MIXTURE_LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep2_efsdp2": {"dp_shard": 4, "ep_size": 2, **_EP},
+    "fsdp2_tp2_ep2": {"dp_shard": 2, "tp_size": 2, "ep_size": 2, **_TP, **_SUMMED},
+    "fsdp2_tp2_sp_ep4": {"dp_shard": 2, "tp_size": 2, "ep_size": 4, **_SP, **_EP},
+    "pp2_ep2": {"pp_size": 2, "dp_shard": 2, "ep_size": 2, **_EP, "pipeline": {"microbatches": 4}},
+}
+"""The same for Transformers' mixtures of experts."""
+
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
 LLAMAS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama_tied": {"model_type": "llama", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 8},
+    "mixtral": {"model_type": "mixtral", **_EXPERTS},
+    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 8, "moe_intermediate_size": 24, **_EXPERTS},
 }
 """Model -> what it has beside the sizes that all of them share."""
 
 LLAMA_RUNS = (("llama", "sgd"), ("llama", "adamw"), ("llama_tied", "sgd"), ("qwen3", "adamw"))
+MIXTURE_RUNS = (("mixtral", "adamw"), ("qwen3_moe", "sgd"))
 """Model and optimizer of each run under a layout."""
+
+
+def llama_runs() -> Iterator[tuple[str, dict[str, Any], str, str]]:
+    """Layout, config, model and optimizer of every run, those of one layout together."""
+    for layouts, runs in ((LLAMA_LAYOUTS, LLAMA_RUNS), (MIXTURE_LAYOUTS, MIXTURE_RUNS)):
+        for layout, config in layouts.items():
+            yield from ((layout, config, model, optimizer) for model, optimizer in runs)

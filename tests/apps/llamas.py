@@ -5,12 +5,13 @@ and Transformers in every process.
 """
 
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from layouts import LLAMA_LAYOUTS, LLAMA_RUNS, LLAMAS
+from layouts import LLAMAS, llama_runs
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -35,7 +36,11 @@ def make(kind: str) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 32, "use_cache": False}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMAS[kind], **sizes, **heads), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMAS[kind], **sizes, **heads), dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            parameter.data.mul_(50)  # a router near ties would choose other experts when rounding is different
+    return model
 
 
 def batch(step: int, padded: bool) -> tuple[dict[str, Tensor], Tensor]:
@@ -122,11 +127,10 @@ def compare(found: Numbers, wanted: Numbers, context: ParallelContext) -> dict[s
 def report(only: str = "") -> list[dict[str, Any]]:
     """Every model under every layout, or the layouts whose names contain a word. Collective."""
     found = []
-    for layout, config in LLAMA_LAYOUTS.items():
-        if only not in layout:
-            continue
+    chosen = (run for run in llama_runs() if only in run[0])
+    for config, runs in groupby(chosen, key=lambda run: run[1]):
         with parallel_context({**config, "runtime": {"timeout_s": 240}}) as context:
-            for kind, optimizer in LLAMA_RUNS:
+            for layout, _, kind, optimizer in runs:
                 try:
                     result = compare(
                         train(kind, optimizer, context), reference(kind, optimizer, context.topology.cp == 1), context

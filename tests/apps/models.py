@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
+from mixture import MixtureGPT
 from model import GPT
 
 SEQUENCE = 12
@@ -135,7 +136,48 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
 
 
-VOCAB = {"gpt": 60, "odd": 30, "llama": 60, "packed": 48, "gpt_long": 60, "llama_long": 60}
+def mixture(vocab: int, experts: int = 8) -> MixtureGPT:
+    """The example's. The router is scaled up: near a tie, rounding would choose another expert than one process does."""
+    model = MixtureGPT(vocab, dim=32, num_layers=2, heads=4, hidden=24, seq_len=SEQUENCE, experts=experts, top_k=2)
+    for layer in model.layers:
+        layer.mlp.router.weight.data.mul_(20)
+    return model
+
+
+def share(model: MixtureGPT) -> nn.Module:
+    """A layer that every token uses beside the experts, as DeepSeek's and Qwen's have it."""
+    for layer in model.layers:
+        layer.mlp = Shared(layer.mlp)
+    shared = {f"layers.*.mlp.shared.{name}_proj": "rowwise" if name == "down" else "colwise" for name in ("gate", "up", "down")}
+    model.tp_plan = {**model.tp_plan, **shared}
+    return model
+
+
+class Shared(nn.Module):
+    """Experts that are chosen, and one that always is."""
+
+    def __init__(self, moe: nn.Module) -> None:
+        super().__init__()
+        self.router, self.experts, self.shared = moe.router, moe.experts, SwiGLU(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        _, weights, index = self.router(tokens)
+        return self.experts(tokens, index, weights).view_as(x) + self.shared(x)
+
+
+def skew(model: MixtureGPT) -> nn.Module:
+    """All tokens to expert 0 in the first block, and all to experts 0 and 3 in the second."""
+    for layer, chosen in zip(model.layers, ([0], [0, 3]), strict=True):
+        router = layer.mlp.router
+        router.top_k = len(chosen)
+        layer.mlp_norm.bias.data.fill_(3.0)
+        router.weight.data.mul_(0.01)
+        router.weight.data[chosen] += 0.2
+    return model
+
+
+VOCAB = {"moe": 60, "skewed": 60, "few": 60, "shared": 60, "gpt": 60, "odd": 30, "llama": 60, "packed": 48, "gpt_long": 60, "llama_long": 60}
 """Model -> size of its vocabulary."""
 
 LONG = 24
@@ -159,6 +201,12 @@ def make(name: str) -> nn.Module:
         model = GPT(vocab, dim=20, num_layers=3, heads=2, hidden=30, seq_len=SEQUENCE + 1)
         model.head = nn.Linear(20, vocab)
         return model
+    if name in ("moe", "few"):
+        return mixture(vocab, 8 if name == "moe" else 4)
+    if name == "shared":
+        return share(mixture(vocab))
+    if name == "skewed":
+        return skew(mixture(vocab))
     if name.startswith("llama"):
         return Llama(vocab, dim=96, num_layers=2, heads=24, kv_heads=12, hidden=60)
     return Llama(vocab, dim=32, num_layers=2, heads=8, kv_heads=4, hidden=40, packed=True)

@@ -1,5 +1,6 @@
 """What ``parallelize`` leaves behind, seen from inside: dtypes, names, units, ties, and refusals that several ranks share."""
 
+import warnings
 from typing import Any
 
 import models
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from hydra_parallelism import ConfigurationError, ParallelContext, forward_backward, parallel_context, parallelize
 
@@ -48,6 +50,18 @@ def gradients(model: nn.Module) -> bool:
     """Whether every parameter gets a gradient."""
     model(TOKENS).sum().backward()
     return all(parameter.grad is not None for parameter in model.parameters())
+
+
+def communication(context: ParallelContext) -> dict[str, dict[str, int]]:
+    """How often a forward and a backward of a mixture of experts call each collective."""
+    model = parallelize(models.make("moe"), context)
+    with CommDebugMode() as forward:
+        loss = model(TOKENS).mean()
+    with CommDebugMode() as backward, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")  # of the mode's own hooks
+        loss.backward()
+    modes = {"forward": forward, "backward": backward}
+    return {name: {str(op): number for op, number in mode.get_comm_counts().items()} for name, mode in modes.items()}
 
 
 class Rotary(nn.Module):
@@ -143,6 +157,7 @@ def everything(size: int) -> dict[str, tuple[dict[str, Any], Any]]:
                 {"pp_size": 2, **TP, "enable_sequence_parallel": True, "pipeline": {"schedule": "GPipe", "microbatches": 1}},
                 odd_pipeline,
             ),
+            "dispatch": ({"dp_shard": 4, "ep_size": 2, "ep_plan": "auto"}, communication),
             "structure": ({"dp_shard": 2, **TP}, structure),
         }
     return {
@@ -150,6 +165,7 @@ def everything(size: int) -> dict[str, tuple[dict[str, Any], Any]]:
         "bf16_ddp": ({"dp_replicate": 2, **BF16}, dtypes),
         "bf16_tp": ({**TP, **BF16}, dtypes),
         "bf16_sp": ({**TP, **BF16, "enable_sequence_parallel": True}, lambda context: dtypes(context, "llama")),
+        "bf16_ep": ({"dp_shard": 2, "ep_size": 2, "ep_plan": "auto", **BF16}, lambda context: dtypes(context, "moe")),
         "meta": ({"dp_shard": 2}, meta),
         "different_models": ({"dp_replicate": 2}, different_models),
         "one_refuses": ({"dp_shard": 2}, one_refuses),

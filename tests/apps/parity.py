@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from layouts import Case, cases
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -145,7 +146,12 @@ def split(case: Case, context: ParallelContext) -> nn.Module:
         with torch.device("meta"):
             model = models.make(case.model)
         return parallelize(model, state_dict=weights)
-    return parallelize(models.make(case.model))
+    model = parallelize(models.make(case.model))
+    if case.trick == "summed":
+        for module in model.modules():
+            if isinstance(module, FSDPModule) and hasattr(module, "gate_up_proj"):
+                module.set_gradient_divide_factor(1.0)
+    return model
 
 
 def compare(found: Numbers, wanted: Numbers, stages: int) -> dict[str, Any]:

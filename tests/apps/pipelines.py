@@ -7,6 +7,9 @@ SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBu
 BOTH = ("sgd", "adamw")
 MOST = dict.fromkeys(("LoopedBFS", "InterleavedZeroBubble", "DualPipeV"), ("adamw",))
 """Schedules that differ from another in little: at 4 ranks with one optimizer."""
+EXPERTS = {"ep_size": 2, "ep_plan": "auto"}
+FEW = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+"""One schedule of each kind."""
 SEQUENCE = {"enable_sequence_parallel": True}
 
 
@@ -37,6 +40,8 @@ CASES: dict[int, dict[str, Any]] = {
         **{f"gpt {s}": case(s, optimizers=BOTH) for s in SCHEDULES},
         **{f"llama {s}": case(s, model="llama") for s in ("1F1B", "ZBVZeroBubble")},
         "two streams": case(model="two"),
+        "experts on one rank": case(model="moe", ep_plan="auto"),
+        "experts left alone": case("Interleaved1F1B", model="moe"),
         "5 blocks interleaved": case("Interleaved1F1B", sizes={"layers": 5}),
         "embeddings alone": case(pipeline={"split": [FIRST, ["layers.*", "norm", "head"]]}),
         "head alone": case(pipeline={"split": [[*FIRST, "layers.*"], ["norm", "head"]]}),
@@ -55,11 +60,13 @@ CASES: dict[int, dict[str, Any]] = {
     },
     4: {
         **{f"pp4 {s}": case(s, 8, optimizers=MOST.get(s, BOTH), sizes={"layers": 8}, pp_size=4) for s in SCHEDULES},
-        **{f"pp2 fsdp2 {s}": case(s, optimizers=BOTH, dp_shard=2) for s in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")},
+        **{f"pp2 fsdp2 {s}": case(s, optimizers=BOTH, dp_shard=2) for s in FEW},
         "pp2 fsdp2 llama": case(model="llama", dp_shard=2),
         "pp2 fsdp2 accumulate": case(microbatches=2, accumulate=2, dp_shard=2),
         "pp2 fsdp2 shapes that change": case(microbatches=2, accumulate=2, ragged=True, interrupt=True, dp_shard=2),
         "pp2 ddp2 zero bubble": case("InterleavedZeroBubble", 4, batch=16, accumulate=2, ragged=True, dp_replicate=2),
+        **{f"pp2 ep2 {s}": case(s, model="moe", dp_shard=2, **EXPERTS) for s in FEW},
+        "pp2 ep2 accumulate": case(microbatches=2, accumulate=2, model="moe", dp_shard=2, **EXPERTS),
         "pp2 tp2": case(optimizers=BOTH, tp_size=2),
         "pp2 tp2 llama": case("Interleaved1F1B", model="llama", tp_size=2),
         "pp2 tp2 zero bubble": case("InterleavedZeroBubble", tp_size=2),
@@ -69,6 +76,7 @@ CASES: dict[int, dict[str, Any]] = {
     8: {
         "pp2 fsdp4": case(optimizers=BOTH, batch=16, dp_shard=4),
         "pp2 hsdp2x2": case(batch=16, dp_replicate=2, dp_shard=2),
+        "pp2 ep2 efsdp2": case("Interleaved1F1B", model="moe", batch=16, dp_shard=4, **EXPERTS),
         "pp2 fsdp2 tp2": case(optimizers=BOTH, dp_shard=2, tp_size=2),
         "pp2 fsdp2 tp2 sequence": case("Interleaved1F1B", dp_shard=2, tp_size=2, **SEQUENCE),
     },

@@ -6,6 +6,7 @@ Jobs are ``[action, folder, config, options]``. ``config`` may be ``None``: rank
 import logging
 import os
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,15 @@ def job_of(context: ParallelContext | None, seed: int, options: dict[str, Any]) 
     return ByHand(context, seed=seed, **options) if "shard" in options else Together(context, seed, **options)
 
 
-def uninterrupted() -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def sizes_of(experts: int) -> dict[str, int]:
+    """Options of a model with so many experts, or of one without."""
+    return {"experts": experts} if experts else {}
+
+
+@cache
+def uninterrupted(experts: int = 0) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Losses of four steps of one process, the weights after them, and those after two."""
-    job, losses, middle = Alone(), [], {}
+    job, losses, middle = Alone(**sizes_of(experts)), [], {}
     for step in range(_STEPS):
         losses.append(job.backward(step).item())
         job.optimizer.step()
@@ -110,7 +117,8 @@ def off(model: nn.Module, weights: dict[str, torch.Tensor]) -> float:
 
 def work(action: str, folder: str, context: Any, options: dict[str, Any]) -> dict[str, Any]:
     """One job."""
-    losses, last, middle = REFERENCE
+    experts = options.get("experts", 0)
+    losses, last, middle = uninterrupted(experts)
     seed = 0 if action.startswith("save") else 7
     job = job_of(context, seed, options)
     if action == "save untouched":
@@ -130,7 +138,7 @@ def work(action: str, folder: str, context: Any, options: dict[str, Any]) -> dic
             group["lr"] = 1e-2
         saved = {"loss_off": max(abs(a - b) for a, b in zip(train(job, range(2, _STEPS), context), losses[2:]))}
         whole = torch.load(f"{folder}.pt", weights_only=True)
-        by_hand.make(5).load_state_dict(whole)
+        by_hand.make(5, **sizes_of(experts)).load_state_dict(whole)
         return saved | {"export_off": max((whole[name] - middle[name]).abs().max().item() for name in middle | whole)}
     if action == "refused":
         try:
@@ -169,6 +177,3 @@ def report(jobs: list[Any]) -> list[dict[str, Any]]:
             result = work(action, folder, context, options)
         found.append(result | {"log": [line.replace(f"{Path.cwd()}/", "") for line in lines]})
     return found
-
-
-REFERENCE = uninterrupted()

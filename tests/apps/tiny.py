@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hydra_parallelism import MoE
+
 VOCAB, DIM, SEQ = 32, 16, 6
 
 
@@ -62,6 +64,18 @@ class GPT(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
+
+
+class Mixture(GPT):
+    """Experts in place of each MLP."""
+
+    ep_plan = {"layers.*.mlp.experts": "ep_dispatch_experts"}  # noqa: RUF012
+
+    def __init__(self, layers: int = 4, dim: int = DIM, heads: int = 2) -> None:
+        super().__init__(layers, dim, heads)
+        for layer in self.layers:
+            layer.mlp = MoE(dim, dim, experts=4)
+            layer.mlp.router.weight.data.mul_(4)  # away from ties, which rounding would break
 
 
 class Rotary(nn.Module):
@@ -149,7 +163,7 @@ def cross_entropy(output: Any, targets: Tensor) -> Tensor:
 
 def make(name: str, **sizes: int) -> nn.Module:
     torch.manual_seed(1)
-    return {"gpt": GPT, "llama": Llama, "two": TwoStreams}[name](**sizes)
+    return {"gpt": GPT, "llama": Llama, "two": TwoStreams, "moe": Mixture}[name](**sizes)
 
 
 def batch(step: int, size: int) -> SimpleNamespace:
