@@ -580,3 +580,13 @@ def test_resolving_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         resolve({"tp_size": 2, "enable_expert_parallel": True}, 2)
+
+
+def test_all_axes_at_once_are_refused_where_they_do_not_fit() -> None:
+    all_two = {"pp_size": 2, "dp_replicate": 2, "dp_shard": 2, "cfg_parallel": 2, "inference": True, "tp_size": 2, "ep_size": 2}
+    with pytest.raises(ConfigurationError) as caught:
+        resolve({**all_two, "context_parallel": {"ring_degree": 2, "ulysses_degree": 2}}, 8)
+    assert (
+        "pp_size=2 * dp_replicate=2 * dp_shard=2 * cfg_parallel=2 * ring_degree=2 * ulysses_degree=2 * tp_size=2 = 128, but "
+        in str(caught.value)
+    )

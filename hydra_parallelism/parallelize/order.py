@@ -16,7 +16,6 @@ from typing import Any
 from torch import nn
 
 from ..config import ParallelismConfig
-from ..errors import ConfigurationError
 from ..options import read_config
 from ..runtime import ParallelContext, current
 from ..topology import Topology

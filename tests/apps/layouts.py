@@ -117,6 +117,7 @@ EXTRAS: dict[int, list[Case]] = {
     ],
     2: [
         Case("ep2", {"dp_shard": 2, "ep_size": 2, **_EP}, "moe", ("sgd", "adamw")),
+        Case("ring2_ep2", {**_RING2, "ep_size": 2, **_EP}, "moe"),
         Case("ep2_skewed", {"dp_shard": 2, "ep_size": 2, **_EP}, "skewed"),
         Case("ep2_skewed_recompute", {"dp_shard": 2, "ep_size": 2, **_EP, "activation_checkpointing": "full"}, "skewed"),
         Case("tp2_ep2_skewed", {"tp_size": 2, "ep_size": 2, **_TP, **_SUMMED}, "skewed"),
@@ -151,6 +152,7 @@ EXTRAS: dict[int, list[Case]] = {
         Case("hsdp2x2_ep2", {"dp_replicate": 2, "dp_shard": 2, "ep_size": 2, **_EP}, "moe", ("sgd", "adamw")),
         Case("fsdp2_tp2_sp_ep4", {"dp_shard": 2, "tp_size": 2, "ep_size": 4, **_SP, **_EP}, "moe"),
         Case("fsdp2_tp2_sp_ep2", {"dp_shard": 2, "tp_size": 2, "ep_size": 2, **_SP, **_EP}, "moe"),
+        Case("ulysses2_tp2_sp_ep4", {**_SP2, **_ULYSSES2, "ep_size": 4, **_EP}, "moe"),
         Case("fsdp2_tp2_ep2", {"dp_shard": 2, "tp_size": 2, "ep_size": 2, **_TP, **_SUMMED}, "moe"),
         Case("fsdp2_tp2_sp_recompute", {"dp_shard": 2, "tp_size": 2, **_SP, "activation_checkpointing": 2}, "llama"),
         Case("fsdp2_tp2_sp_meta", {"dp_shard": 2, "tp_size": 2, **_SP}, "llama", trick="meta"),
@@ -162,6 +164,8 @@ EXTRAS[8] = [
     Case("ep8", {"dp_shard": 8, "ep_size": 8, **_EP}, "moe"),
     Case("ep4_efsdp2", {"dp_shard": 8, "ep_size": 4, **_EP}, "moe"),
     Case("hsdp2x2_tp2_sp_ep2", {"dp_replicate": 2, "dp_shard": 2, "tp_size": 2, "ep_size": 2, **_SP, **_EP}, "moe"),
+    Case("hsdp2x2_ring2_ep4", {"dp_replicate": 2, "dp_shard": 2, **_RING2, "ep_size": 4, **_EP}, "moe"),
+    Case("pp2_ring2_tp2_sp_ep4", {"pp_size": 2, **_SP2, **_RING2, "ep_size": 4, **_EP}, "moe"),
     Case("ep2_efsdp4", {"dp_shard": 8, "ep_size": 2, **_EP}, "few"),
 ]
 

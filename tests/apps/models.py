@@ -177,7 +177,18 @@ def skew(model: MixtureGPT) -> nn.Module:
     return model
 
 
-VOCAB = {"moe": 60, "skewed": 60, "few": 60, "shared": 60, "gpt": 60, "odd": 30, "llama": 60, "packed": 48, "gpt_long": 60, "llama_long": 60}
+VOCAB = {
+    "moe": 60,
+    "skewed": 60,
+    "few": 60,
+    "shared": 60,
+    "gpt": 60,
+    "odd": 30,
+    "llama": 60,
+    "packed": 48,
+    "gpt_long": 60,
+    "llama_long": 60,
+}
 """Model -> size of its vocabulary."""
 
 LONG = 24
