@@ -213,12 +213,16 @@ LLAMA_LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2_tp2_sp": {"dp_shard": 2, "tp_size": 2, **_SP},
     "pp2_tp2": {"pp_size": 2, "tp_size": 2, **_TP, "pipeline": {"microbatches": 4}},
     "pp2_fsdp2": {"pp_size": 2, "dp_shard": 2, "pipeline": {"microbatches": 4}},
+}
+"""Layouts of 4 ranks for Transformers' models."""
+
+PIECE_LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2_ring2": {"dp_shard": 2, **_RING2},
     "usp2x2": {**_USP, "activation_checkpointing": "full"},
     "ulysses2_tp2_sp": {**_SP2, **_ULYSSES2},
     "pp2_ring2": {"pp_size": 2, **_RING2, "pipeline": {"microbatches": 4}},
 }
-"""Layouts of 4 ranks for Transformers' models."""
+"""The same with the sequence cut."""
 
 MIXTURE_LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2_efsdp2": {"dp_shard": 4, "ep_size": 2, **_EP},
@@ -244,8 +248,13 @@ MIXTURE_RUNS = (("mixtral", "adamw"), ("qwen3_moe", "sgd"))
 """Model and optimizer of each run under a layout."""
 
 
+PIECE_RUNS = (("llama_tied", "adamw"), ("qwen3", "sgd"))
+"""The same with the sequence cut."""
+
+
 def llama_runs() -> Iterator[tuple[str, dict[str, Any], str, str]]:
     """Layout, config, model and optimizer of every run, those of one layout together."""
-    for layouts, runs in ((LLAMA_LAYOUTS, LLAMA_RUNS), (MIXTURE_LAYOUTS, MIXTURE_RUNS)):
+    groups = ((LLAMA_LAYOUTS, LLAMA_RUNS), (PIECE_LAYOUTS, PIECE_RUNS), (MIXTURE_LAYOUTS, MIXTURE_RUNS))
+    for layouts, runs in groups:
         for layout, config in layouts.items():
             yield from ((layout, config, model, optimizer) for model, optimizer in runs)

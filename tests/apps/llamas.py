@@ -27,6 +27,9 @@ from hydra_parallelism import (
     shard_sequence,
 )
 
+for _config in LLAMAS.values():  # Transformers imports a model's module when it is first made
+    AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(**_config))]
+
 STEPS, BATCH, LENGTH, CLIP = 3, 8, 12, 0.5
 Numbers = tuple[list[float], list[float], dict[str, Tensor]]
 

@@ -36,9 +36,15 @@ PIECES = {
 """Piece of work -> the app whose ``report`` does it."""
 
 
+LATE = ("torch._dynamo", "torch.distributed.pipelining", "torch.distributed.checkpoint.state_dict")
+"""What torch imports at the first optimizer, pipeline and checkpoint: seconds in each rank, and garbage to look through."""
+
+
 def main(size: int, pieces: dict[str, Any]) -> None:
     """Fork the ranks and wait for them; the first that fails ends all."""
     functions = {name: importlib.import_module(PIECES[name]).report for name in pieces}
+    for late in LATE:
+        importlib.import_module(late)
     torch.set_num_threads(1)
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     gc.collect()
