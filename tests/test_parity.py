@@ -101,6 +101,19 @@ def test_tokens_travel_in_two_all_to_alls_and_nothing_else_is_gathered() -> None
         }
 
 
+def test_pieces_of_a_sequence_are_neither_gathered_nor_sent_but_for_attention() -> None:
+    """FSDP gathers two blocks and the root (which stays gathered); a ring of two sends keys and values once, and their gradients."""
+    for seen in observations(2):
+        assert seen["ring"] == {
+            "forward": {"_allgather_base_": 3, "send": 2},
+            "backward": {"_allgather_base_": 2, "send": 4, "_reduce_scatter_base_": 3},
+        }
+        assert seen["ulysses"] == {
+            "forward": {"_allgather_base_": 3, "alltoall_base_": 8},
+            "backward": {"_allgather_base_": 2, "alltoall_base_": 8, "_reduce_scatter_base_": 3},
+        }
+
+
 def test_ranks_with_different_models_refuse_together() -> None:
     what = "names, shapes, dtypes or requires_grad of their parameters"
     said = f"parallelism: the ranks built different models: {what} differ"

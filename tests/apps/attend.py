@@ -115,7 +115,7 @@ def _run(function: Any, inputs: list[Tensor], grad: Tensor, **options: Any) -> l
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-class _Sent(TorchDispatchMode):
+class Sent(TorchDispatchMode):
     """Every call of a collective or of a send in this thread, with the bytes that leave."""
 
     def __init__(self) -> None:
@@ -132,9 +132,9 @@ class _Sent(TorchDispatchMode):
 def _sent(causal: bool, context: ParallelContext) -> dict[str, Any]:
     *inputs, grad = (shard_sequence(t, dim=2, context=context) for t in _tensors(8, 2, _length(context), torch.float32))
     leaves = [tensor.requires_grad_() for tensor in inputs]
-    with _Sent() as forward:
+    with Sent() as forward:
         out = attention(*leaves, is_causal=causal, enable_gqa=True, context=context)
-    with _Sent() as backward:
+    with Sent() as backward:
         out.backward(grad)
     return {"forward": forward.calls, "backward": backward.calls, "q": leaves[0].nbytes, "kv": 2 * leaves[1].nbytes}
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hydra_parallelism import ConfigurationError, forward_backward, parallel_context, parallelize
+from hydra_parallelism import ConfigurationError, current, forward_backward, parallel_context, parallelize, shard_sequence
 from hydra_parallelism.store import PRESETS
 
 STEPS, LR = 2, 0.05
@@ -202,7 +202,10 @@ def train(case: Case, model: nn.Module, share: int, shares: int) -> tuple[list[f
     for step in range(case.steps):
         optimizer.zero_grad()
         pair = (part[share * case.local_batch :][: case.local_batch] for part in batch(case, step, shares))
-        losses.append(forward_backward(model, *pair, loss_of).item())
+        inputs, targets, positions = shard_sequence(*pair, torch.arange(case.sequence)[None])
+        loss = forward_backward(model, (inputs, positions), targets, loss_of)
+        dist.all_reduce(loss, group=current().mesh["cp"].get_group())
+        losses.append(loss.item() / current().topology.cp)
         if step + 1 < case.steps:
             optimizer.step()
     return losses, {name: whole(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}

@@ -29,7 +29,7 @@ GUIDED: dict[int, dict[str, dict[str, Any]]] = {
 }
 """Name -> config, for predictions of two branches."""
 
-FUZZ = (2, 20)
+FUZZ = (2, 8)
 """Seed, and number of random layouts, for 4 ranks."""
 
 FSDP4, HSDP, TP_FSDP = {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp_size": 2, "tp_plan": "auto"}

@@ -1,16 +1,25 @@
 """What ``parallelize`` leaves behind, seen from inside: dtypes, names, units, ties, and refusals that several ranks share."""
 
 import warnings
+from collections import Counter
 from typing import Any
 
 import models
 import torch
+from attend import Sent
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from hydra_parallelism import ConfigurationError, ParallelContext, forward_backward, parallel_context, parallelize
+from hydra_parallelism import (
+    ConfigurationError,
+    ParallelContext,
+    forward_backward,
+    parallel_context,
+    parallelize,
+    shard_sequence,
+)
 
 BF16 = {"fsdp": {"mixed_precision": "bf16"}}
 TP = {"tp_size": 2, "tp_plan": "auto"}
@@ -62,6 +71,19 @@ def communication(context: ParallelContext) -> dict[str, dict[str, int]]:
         loss.backward()
     modes = {"forward": forward, "backward": backward}
     return {name: {str(op): number for op, number in mode.get_comm_counts().items()} for name, mode in modes.items()}
+
+
+def pieces(context: ParallelContext) -> dict[str, dict[str, int]]:
+    """The same of a model on pieces of its sequences, sends counted too."""
+    model = parallelize(models.make("gpt_long"), context)
+    tokens = torch.arange(2 * models.LONG).view(2, -1) % 60
+    tokens, positions = shard_sequence(tokens, torch.arange(models.LONG)[None])
+    with Sent() as forward:
+        loss = model(tokens, positions).mean()
+    with Sent() as backward:
+        loss.backward()
+    modes = {"forward": forward, "backward": backward}
+    return {name: dict(Counter(call for call, _ in mode.calls)) for name, mode in modes.items()}
 
 
 class Rotary(nn.Module):
@@ -169,6 +191,8 @@ def everything(size: int) -> dict[str, tuple[dict[str, Any], Any]]:
         "meta": ({"dp_shard": 2}, meta),
         "different_models": ({"dp_replicate": 2}, different_models),
         "one_refuses": ({"dp_shard": 2}, one_refuses),
+        "ring": ({"context_parallel": {"ring_degree": 2}}, pieces),
+        "ulysses": ({"context_parallel": {"ulysses_degree": 2}}, pieces),
         "odd_sequence": ({**TP, "enable_sequence_parallel": True}, odd_sequence),
     }
 
