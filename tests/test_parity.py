@@ -102,7 +102,7 @@ def test_tokens_travel_in_two_all_to_alls_and_nothing_else_is_gathered() -> None
 
 
 def test_pieces_of_a_sequence_are_neither_gathered_nor_sent_but_for_attention() -> None:
-    """FSDP gathers two blocks and the root (which stays gathered); a ring of two sends keys and values once, and their gradients."""
+    """FSDP gathers two blocks and the root, which stays gathered; a ring of two sends keys and values, and their gradients."""
     for seen in observations(2):
         assert seen["ring"] == {
             "forward": {"_allgather_base_": 3, "send": 2},
