@@ -41,6 +41,14 @@ def mark_worlds(test: Any) -> Any:
             f"{ASKED} counts positions (arange) {PIECE}\n  try: positions as an argument of the model, cut with the tokens: "
             f"hydra_parallelism.shard_sequence(tokens, positions), {INSTEAD}",
         ),
+        *(
+            (
+                name,
+                f"{ASKED} counts positions ({call}) {PIECE}\n  try: positions as an argument of the model, cut with the "
+                f"tokens: hydra_parallelism.shard_sequence(tokens, positions), {INSTEAD}",
+            )
+            for name, call in (("table", "__getitem__"), ("wide table", "__getitem__"), ("narrow", "narrow"))
+        ),
         (
             "written out",
             f"{ASKED} writes attention out (softmax) {PIECE}\n  try: F.scaled_dot_product_attention or "

@@ -9,11 +9,10 @@ Under activation checkpointing backward runs a block again, outside the model's 
 (Entered around a whole step, torch 2.13 finds other tensors in the second run than in the first.)
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -23,6 +22,7 @@ from ..context_parallel import attention as attending
 from ..errors import ConfigurationError
 from ..runtime import ParallelContext
 from . import pretrained
+from .mixing import find_mixing
 from .recipe import Recipe
 
 __all__ = ["Reroute", "reroute"]
@@ -86,11 +86,9 @@ class Reroute(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return attending.attention(*args, **kwargs, context=self.context)
-        mixes = _MIXES.get(func)
-        if mixes is not None and self.length > 1:
-            found = mixes(self.length, args, kwargs)
-            if found:
-                self._refuse(func, *found)
+        found = find_mixing(func, args, kwargs, self.length)
+        if found:
+            self._refuse(func, *found)
         return func(*args, **kwargs)
 
     def _refuse(self, func: Any, what: str, remedy: str) -> None:
@@ -100,78 +98,3 @@ class Reroute(TorchFunctionMode):
             f"it\n"
             f"  try: {remedy}, or {self.remedy}"
         )
-
-
-Found = tuple[str, str] | None
-"""What a call does, and what to do instead; nothing when it is harmless."""
-
-_POSITIONS = (
-    "counts positions",
-    "positions as an argument of the model, cut with the tokens: hydra_parallelism.shard_sequence(tokens, positions)",
-)
-_ATTENTION = ("writes attention out", "F.scaled_dot_product_attention or hydra_parallelism.attention in its place")
-_ALONG = ("looks along the sequence", "that step outside the model, on what hydra_parallelism.unshard_sequence gives back")
-
-
-def _counts(length: int, args: Any, kwargs: Mapping[str, Any]) -> Found:
-    bounds = [bound for bound in (*args, kwargs.get("end")) if isinstance(bound, int) and not isinstance(bound, bool)]
-    is_count = bounds in ([length], [0, length], [0, length, 1]) or (len(bounds) == 2 and bounds[1] - bounds[0] == length)
-    return _POSITIONS if is_count else None
-
-
-def _squares(length: int, args: Any, kwargs: Mapping[str, Any]) -> Found:
-    scores = args[0] if args else kwargs.get("input")
-    is_square = isinstance(scores, Tensor) and scores.ndim > 2 and tuple(scores.shape[-2:]) == (length, length)
-    return _ATTENTION if is_square else None
-
-
-def _packs(length: int, args: Any, kwargs: Mapping[str, Any]) -> Found:
-    return _ATTENTION
-
-
-def _reduces(length: int, args: Any, kwargs: Mapping[str, Any]) -> Found:
-    """Along dim 1 of (batch, sequence, ...) or of (batch, sequence); the last dim of anything wider is its features."""
-    tensor = args[0] if args else kwargs.get("input")
-    named = kwargs.get("dim", kwargs.get("dims", args[1] if len(args) > 1 else None))
-    if not isinstance(tensor, Tensor) or tensor.ndim <= _SEQUENCE or tensor.shape[_SEQUENCE] != length:
-        return None
-    dims = (named,) if isinstance(named, int) else named if isinstance(named, tuple | list) else ()
-    return _ALONG if any(isinstance(dim, int) and dim % tensor.ndim == _SEQUENCE for dim in dims) else None
-
-
-def _shifts(length: int, args: Any, kwargs: Mapping[str, Any]) -> Found:
-    """``roll`` has the shifts before the dims."""
-    return _reduces(length, (args[0], *args[2:]) if args else (), kwargs)
-
-
-def _convolves(length: int, args: Any, kwargs: Mapping[str, Any]) -> Found:
-    tensor, weight = (*args, *(kwargs.get(name) for name in ("input", "weight")))[:2]
-    is_wide = isinstance(tensor, Tensor) and isinstance(weight, Tensor) and tensor.shape[-1] == length and weight.shape[-1] > 1
-    return _ALONG if is_wide else None
-
-
-def _picks(length: int, args: Any, kwargs: Mapping[str, Any]) -> Found:
-    """``x[:, 0]``, ``x[:, 1:]``: the first position of a piece is not the first of the sequence."""
-    tensor, index = args
-    parts = index if isinstance(index, tuple) else (index,)
-    if tensor.ndim <= _SEQUENCE or tensor.shape[_SEQUENCE] != length or len(parts) < 2 or parts[0] != slice(None):
-        return None
-    part = parts[_SEQUENCE]
-    if isinstance(part, slice):
-        return _ALONG if len(range(*part.indices(length))) != length else None
-    return _ALONG if isinstance(part, int) and not isinstance(part, bool) else None
-
-
-_MIXES: dict[Any, Callable[[int, Any, Mapping[str, Any]], Found]] = {
-    torch.arange: _counts,
-    **dict.fromkeys((torch.softmax, F.softmax, Tensor.softmax), _squares),
-    # nn.MultiheadAttention: torch runs such a function of functions without the modes around it.
-    **dict.fromkeys((F.multi_head_attention_forward, _compat.packed_attention()), _packs),
-    **dict.fromkeys((torch.mean, torch.sum, torch.amax, torch.cumsum, torch.cumprod, torch.flip, torch.sort), _reduces),
-    **dict.fromkeys((Tensor.mean, Tensor.sum, Tensor.amax, Tensor.cumsum, Tensor.cumprod, Tensor.flip, Tensor.sort), _reduces),
-    **dict.fromkeys((torch.max, Tensor.max, torch.diff, Tensor.diff), _reduces),
-    **dict.fromkeys((torch.roll, Tensor.roll), _shifts),
-    torch.conv1d: _convolves,
-    Tensor.__getitem__: _picks,
-}
-"""Functions that mix positions, and how to tell."""

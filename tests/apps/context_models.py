@@ -38,6 +38,7 @@ class Layer(nn.Module):
     def __init__(self, mix: Mix) -> None:
         super().__init__()
         self.project = nn.Linear(DIM, DIM)
+        self.table = nn.Parameter(torch.zeros(32, DIM))
         self.inner = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
         self.mix = (mix,)  # in a tuple, so that it is no method
 
@@ -65,6 +66,9 @@ def convolve(x: Tensor) -> Tensor:
 
 WRONG: dict[str, Mix] = {
     "counts": lambda layer, x: attend(x) + torch.arange(x.shape[1])[None, :, None],
+    "table": lambda layer, x: attend(x) + layer.table[: x.shape[1]],
+    "wide table": lambda layer, x: attend(x) + layer.table[None][:, : x.shape[1]],
+    "narrow": lambda layer, x: attend(x) + layer.table.narrow(0, 0, x.shape[1]),
     "written out": lambda layer, x: written_out(x),
     "module": lambda layer, x: layer.inner(x, x, x, need_weights=False)[0],
     "fast path": lambda layer, x: layer.inner.eval()(x, x, x)[0],
