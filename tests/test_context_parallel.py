@@ -3,6 +3,7 @@
 That whole models train as one process does is in test_parity.py and test_transformers.py, attention alone in test_attention.py.
 """
 
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -15,8 +16,15 @@ from processes import ROOT, clean_environment, run
 
 ASKED = "parallelism.context_parallel.ring_degree=2, but the forward of Around"
 INSTEAD = "or parallelism.context_parallel.ring_degree=1"
-PIECE = "over the 4 positions of this rank's piece, which are not the first 4 of the sequence nor all of it"
-STEP = f"that step outside the model, on what hydra_parallelism.unshard_sequence gives back, {INSTEAD}"
+PIECE = "over the 4 positions of this rank's piece, which are not the first 4 of the sequence nor all of it\n  at FILE:LINE"
+INSTEAD_OF_WATCHED = f"{INSTEAD}; if that is a width which happens to be 4, another length"
+STEP = f"that step outside the model, on what hydra_parallelism.unshard_sequence gives back, {INSTEAD_OF_WATCHED}"
+TRIED = (
+    "parallelism.context_parallel.ring_degree=2, but what the forward of Around makes of a position depends on others, or on "
+    "where in this rank's piece it stands, by other means than attention\n"
+    "  try: positions cut with the tokens (hydra_parallelism.shard_sequence), what mixes positions outside the model, "
+    f"{INSTEAD}"
+)
 
 
 @cache
@@ -39,36 +47,37 @@ def mark_worlds(test: Any) -> Any:
         (
             "counts",
             f"{ASKED} counts positions (arange) {PIECE}\n  try: positions as an argument of the model, cut with the tokens: "
-            f"hydra_parallelism.shard_sequence(tokens, positions), {INSTEAD}",
+            f"hydra_parallelism.shard_sequence(tokens, positions), {INSTEAD_OF_WATCHED}",
         ),
         *(
             (
                 name,
                 f"{ASKED} counts positions ({call}) {PIECE}\n  try: positions as an argument of the model, cut with the "
-                f"tokens: hydra_parallelism.shard_sequence(tokens, positions), {INSTEAD}",
+                f"tokens: hydra_parallelism.shard_sequence(tokens, positions), {INSTEAD_OF_WATCHED}",
             )
             for name, call in (("table", "__getitem__"), ("wide table", "__getitem__"), ("narrow", "narrow"))
         ),
         (
             "written out",
             f"{ASKED} writes attention out (softmax) {PIECE}\n  try: F.scaled_dot_product_attention or "
-            f"hydra_parallelism.attention in its place, {INSTEAD}",
+            f"hydra_parallelism.attention in its place, {INSTEAD_OF_WATCHED}",
         ),
         (
             "module",
             f"{ASKED} writes attention out (multi_head_attention_forward) {PIECE}\n  try: F.scaled_dot_product_attention or "
-            f"hydra_parallelism.attention in its place, {INSTEAD}",
+            f"hydra_parallelism.attention in its place, {INSTEAD_OF_WATCHED}",
         ),
         (
             "fast path",
             f"{ASKED} writes attention out (multi_head_attention_forward) {PIECE}\n  try: F.scaled_dot_product_attention or "
-            f"hydra_parallelism.attention in its place, {INSTEAD}",
+            f"hydra_parallelism.attention in its place, {INSTEAD_OF_WATCHED}",
         ),
         ("mean", f"{ASKED} looks along the sequence (mean) {PIECE}\n  try: {STEP}"),
         ("first", f"{ASKED} looks along the sequence (__getitem__) {PIECE}\n  try: {STEP}"),
         ("shift", f"{ASKED} looks along the sequence (roll) {PIECE}\n  try: {STEP}"),
         ("cumsum", f"{ASKED} looks along the sequence (cumsum) {PIECE}\n  try: {STEP}"),
         ("convolution", f"{ASKED} looks along the sequence (conv1d) {PIECE}\n  try: {STEP}"),
+        *((name, TRIED) for name in ("recurrent", "zeros before", "linear attention", "counted", "pooled", "later")),
         (
             "nothing",
             f"{ASKED} calls no attention, so each rank would see its own piece of the sequence only\n  try: "
@@ -77,7 +86,7 @@ def mark_worlds(test: Any) -> Any:
     ],
 )
 def test_what_would_be_wrong_on_a_piece_is_refused(name: str, text: str) -> None:
-    assert [rank[name] for rank in told()] == [text, text]
+    assert [re.sub(r"at context_models.py:\d+", "at FILE:LINE", rank[name]) for rank in told()] == [text, text]
 
 
 @mark_worlds
@@ -87,6 +96,20 @@ def test_what_would_be_wrong_on_a_piece_is_refused(name: str, text: str) -> None
         ("mask", "attn_mask"),
         ("dropout", "dropout_p=0.5"),
         ("positions", "counts positions (arange)"),
+        (
+            "half windows",
+            "attention() got 2 positions where ring_degree=2 * ulysses_degree=1 = 2 ranks share each sequence, but the",
+        ),
+        (
+            "uncut",
+            "attention() got 8 positions where ring_degree=2 * ulysses_degree=1 = 2 ranks share each sequence, but the pieces",
+        ),
+        ("stranger", "Around was parallelized in a context that has ended"),
+        ("padding by place", "attention_mask hides positions, and attention over pieces of a sequence takes no mask"),
+        ("generation", "generate() would let each rank go on writing at the end of its own piece"),
+        ("rows", "no rank has whole rows of attention"),
+        ("roberta", "RobertaForCausalLM counts positions from its padding token on"),
+        ("hybrid", "Lfm2ForCausalLM has layers of type conv, which would see a piece for the whole"),
         ("padding", "attention_mask hides positions, and attention over pieces of a sequence takes no mask"),
         ("packed", "position_ids are not those of this rank's piece of one whole sequence; packed sequences attend across"),
         (
@@ -100,11 +123,13 @@ def test_what_attention_over_pieces_does_not_do_is_refused(name: str, said: str)
     for rank in told():
         assert said in rank[name]
         assert "\n  try: " in rank[name]
-        assert "parallelism.context_parallel" in rank[name]
+        assert "context_parallel" in rank[name] or "shard_sequence" in rank[name]
 
 
 @mark_worlds
-@pytest.mark.parametrize("name", ["rerouted", "called", "features", "recomputed", "eager", "flux", "flux gradients"])
+@pytest.mark.parametrize(
+    "name", ["rerouted", "called", "features", "shared config", "recomputed", "eager", "flux", "flux gradients"]
+)
 def test_what_is_right_on_a_piece_is_left_alone(name: str) -> None:
     assert all(rank[name] <= 1e-5 for rank in told()), [rank[name] for rank in told()]
 

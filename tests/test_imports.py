@@ -32,7 +32,7 @@ ON_TOP = ("_checkpoint_state", "checkpoint", "guidance")
 PARALLELIZE = (
     "recipe", "inference", "blocks", "packed", "styles", "plans", "sequence", "tensor", "recompute", "data", "dispatch",
     "experts", "weights", "stages", "stand_ins", "units", "flow", "part", "merge", "relay", "schedule", "pipeline", "steps",
-    "pretrained", "mixing", "reroute", "order",
+    "trial", "pretrained", "mixing", "reroute", "order",
 )  # fmt: skip
 """Modules of ``parallelize``, likewise; of the rest they may import all up to ``runtime``, and none of that imports them."""
 CONTEXT_PARALLEL = ("layout", "kernels", "ring", "ulysses", "attention", "shards")

@@ -5,7 +5,11 @@ part of its piece and take a share of the heads, then these go around the ring.
 """
 
 import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +23,17 @@ from .layout import Layout
 from .ring import Ring, ring_attention
 from .ulysses import gather_heads, gather_sequence, spread
 
-__all__ = ["Groups", "attend", "attention", "count_calls", "layout_of"]
+__all__ = [
+    "Groups",
+    "attend",
+    "attention",
+    "count_calls",
+    "is_of_pieces",
+    "layout_of",
+    "note_piece",
+    "piece_lengths",
+    "without_mixing",
+]
 
 
 @dataclass(frozen=True)
@@ -83,21 +97,66 @@ def attention(
     _check_shapes(query, key, value, enable_gqa)
     _check_heads(query.size(1), layout, context)
     _check_length(query.size(2), layout, context)
-    _Calls.made += 1
+    _check_piece(query.size(2), context)
+    _Seen.calls += 1
     with _compat.without_modes():  # parallelize enters one that sends torch's attention here: what is called below is torch's
         if query.device.type == "meta":
             return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        if not _Seen.mixes:
+            return _alone(query, key, value)
         groups = Groups(context.mesh["ring"].get_group(), context.mesh["ulysses"].get_group(), layout.load_balance)
         return attend(query, key, value, groups, is_causal=is_causal, scale=scale)
 
 
-class _Calls:
-    made = 0
+class _Seen:
+    calls = 0
+    pieces: ClassVar[set[int]] = set()
+    cut_in: "weakref.ref[ParallelContext] | None" = None
+    mixes = True
 
 
 def count_calls() -> int:
     """How often sequences were attended to in pieces in this process so far, by which one tells whether a forward did."""
-    return _Calls.made
+    return _Seen.calls
+
+
+def note_piece(length: int, context: ParallelContext) -> None:
+    """Say that a piece of so many positions was cut in a context; those of an earlier one are forgotten."""
+    if _Seen.cut_in is None or _Seen.cut_in() is not context:
+        _Seen.pieces.clear()
+        _Seen.cut_in = weakref.ref(context)
+    _Seen.pieces.add(length)
+
+
+def piece_lengths() -> frozenset[int]:
+    """How many positions the pieces have that were cut in the present context so far."""
+    return frozenset(_Seen.pieces)
+
+
+def is_of_pieces(length: int) -> bool:
+    """Whether so many positions are those of a piece, or of several different ones side by side: text and image, say."""
+    sums = {0}
+    for piece in _Seen.pieces:
+        sums |= {total + piece for total in sums}
+    return length in sums
+
+
+@contextmanager
+def without_mixing() -> Iterator[None]:
+    """Make attention at ``cp > 1`` a function of each position alone, to see whether the rest of a model is one."""
+    _Seen.mixes = False
+    try:
+        yield
+    finally:
+        _Seen.mixes = True
+
+
+def _alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Something of query, key and value of each position, in the shape of attention."""
+    heads, width = query.size(1), value.size(-1)
+    parts = (F.pad(part, (0, max(0, width - part.size(-1))))[..., :width] for part in (query, key))
+    asked, told = (part.repeat_interleave(heads // part.size(1), 1) for part in parts)
+    return value.repeat_interleave(heads // value.size(1), 1) + 0.5 * asked + 0.25 * told
 
 
 def layout_of(context: ParallelContext) -> Layout:
@@ -235,4 +294,16 @@ def _check_length(local: int, layout: Layout, context: ParallelContext) -> None:
     raise ConfigurationError(
         f"{context.key}.context_parallel cannot share {length} tokens ({layout.cp} ranks with {local} each): "
         f"{layout.misfit(length)}"
+    )
+
+
+def _check_piece(local: int, context: ParallelContext) -> None:
+    """What is attended to must be pieces that were cut."""
+    if is_of_pieces(local):
+        return
+    cut = ", ".join(map(str, sorted(_Seen.pieces)))
+    cut = f"the pieces that shard_sequence has cut have {cut}" if cut else "shard_sequence has cut nothing"
+    raise ConfigurationError(
+        f"attention() got {local} positions where {_cp(context)}, but {cut}\n"
+        f"  try: tokens = hydra_parallelism.shard_sequence(tokens), and so for all that has a sequence, before the model"
     )

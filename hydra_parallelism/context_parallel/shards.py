@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import ConfigurationError
 from ..runtime import ParallelContext, current
-from .attention import layout_of
+from .attention import layout_of, note_piece
 from .layout import Layout
 
 __all__ = ["cut", "join", "shard_sequence", "unshard_sequence"]
@@ -47,6 +47,7 @@ def shard_sequence(*tensors: Tensor, dim: int = 1, context: ParallelContext | No
     if layout.cp > 1 and not layout.fits(length):
         raise ConfigurationError(f"{context.key}.context_parallel cannot share {length} tokens: {layout.misfit(length)}")
     rank = context.topology.index("cp", context.rank)
+    note_piece(length // layout.cp, context)
     found = tuple(cut(tensor, layout, rank, dim) if layout.cp > 1 else tensor for tensor in tensors)
     return found[0] if len(found) == 1 else found
 

@@ -148,17 +148,19 @@ def _candidates(model: nn.Module) -> list[str]:
 
 def _refuse_shared(model: nn.Module, units: tuple[str, ...], key: str, wrap: Any) -> None:
     """A parameter used in two units would be freed by one while the other still needs it; in one unit sharing is fine."""
-    owners: dict[nn.Parameter, tuple[str, str]] = {}
-    for module_name, module in model.named_modules():
-        unit = max((u for u in units if f"{module_name}.".startswith(f"{u}.")), key=len, default="")
-        for name, parameter in module.named_parameters(recurse=False):
-            path = f"{module_name}.{name}".lstrip(".")
+    owners: dict[nn.Parameter, tuple[str, nn.Module]] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        name = max((u for u in units if f"{module_name}.".startswith(f"{u}.")), key=len, default="")
+        unit = model.get_submodule(name)  # one block that comes several times is one unit
+        for own, parameter in module.named_parameters(recurse=False):
+            path = f"{module_name}.{own}".lstrip(".")
             first, where = owners.setdefault(parameter, (path, unit))
-            if where != unit:
+            if where is not unit:
+                inside = next((u for u in units if model.get_submodule(u) is where), "")
                 raise ConfigurationError(
-                    f"{key}.fsdp.wrap={_show(wrap)} puts one parameter into two FSDP units: {first} (in {where or 'the root'}) "
-                    f"is also {path} (in {unit or 'the root'})\n"
-                    f"  try: {key}.fsdp.wrap=auto, or leave out what holds {first if where else path}"
+                    f"{key}.fsdp.wrap={_show(wrap)} puts one parameter into two FSDP units: {first} (in {inside or 'the root'}) "
+                    f"is also {path} (in {name or 'the root'})\n"
+                    f"  try: {key}.fsdp.wrap=auto, or leave out what holds {first if inside else path}"
                 )
 
 

@@ -79,6 +79,11 @@ class Dispatch(_Experts):
         chosen = index.flatten()
         order = chosen.argsort(stable=True)  # by expert, so by rank
         counts = torch.bincount(chosen, minlength=experts)
+        if len(counts) > experts:
+            raise ConfigurationError(
+                f"the router sends a token to expert {len(counts) - 1}, but there are {experts}, counted from 0\n"
+                f"  try: a router that returns numbers below {experts}"
+            )
         everyones = counts.new_empty(ranks * experts)
         dist.all_gather_single(everyones, counts, group=group)
         to_me = everyones.view(ranks, ranks, -1)[:, mesh.get_local_rank()]  # sender, expert of mine

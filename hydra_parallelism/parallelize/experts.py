@@ -105,8 +105,8 @@ def shard(module: nn.Module, recipe: Recipe, context: ParallelContext) -> None:
 def _precision(config: ParallelismConfig, dtype: torch.dtype) -> MixedPrecisionPolicy:
     """As for the units around it, but inputs stay as the block gives them: the router's weights may be wider on purpose."""
     precision = replace(data.precision(config), cast_forward_inputs=False)
-    # Torch splits the division of 16-bit gradients in two, of which only one can be told.
-    return replace(precision, reduce_dtype=torch.float32) if dtype.itemsize < 4 else precision
+    # Torch splits the division of gradients of any other dtype in two, of which only one can be told.
+    return precision if dtype == torch.float32 else replace(precision, reduce_dtype=torch.float32)
 
 
 def _placement(weight: nn.Parameter, ep: int, efsdp: int) -> Shard:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _compat
+from ..context_parallel import attention as attending
 
 __all__ = ["find_mixing"]
 
@@ -75,7 +76,7 @@ def _picks(length: int, args: Any, kwargs: Mapping[str, Any]) -> Found:
         return None
     part = parts[_SEQUENCE]
     if isinstance(part, slice):
-        return _ALONG if len(range(*part.indices(length))) != length else None
+        return None if attending.is_of_pieces(len(range(*part.indices(length)))) else _ALONG
     return _ALONG if isinstance(part, int) and not isinstance(part, bool) else None
 
 
@@ -84,7 +85,8 @@ def _is_head(tensor: Tensor, dim: int, part: Any, length: int) -> bool:
     if not isinstance(part, slice) or part.stop != length or part.start not in (None, 0) or dim >= tensor.ndim:
         return False
     may_be_features = dim == tensor.ndim - 1 and tensor.ndim > 1 and tensor.is_floating_point()
-    return tensor.shape[dim] > length and not may_be_features
+    is_joint = attending.is_of_pieces(tensor.shape[dim])
+    return tensor.shape[dim] > length and not may_be_features and not is_joint
 
 
 def _narrows(length: int, args: Any, kwargs: Mapping[str, Any]) -> Found:

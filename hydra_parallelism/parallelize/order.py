@@ -82,9 +82,9 @@ def _pipeline(model: nn.Module, recipe: Recipe, context: ParallelContext) -> Pip
     """Cut a model into stages, do to each of this rank's what the recipe says, and make them run."""
     pieces = cut(model, plan_pipeline(model, recipe.config, context.topology, recipe.key), context)
     for part in pieces.parts.values():
-        apply(part, recipe, context, attends=False)
+        apply(part, recipe, context, whole=False)
     # The skeleton is run before a batch of a new shape: what the stages would refuse half-way, it refuses on every rank.
-    reroute(pieces.skeleton, replace(recipe, recomputed=()), context)
+    reroute(pieces.skeleton, replace(recipe, recomputed=()), context, whole=False)
     judge_length = partial(sequence.judge_call, context.topology.tp, recipe.key)
     return PipelinedModel(pieces, context, judge_length if recipe.config.enable_sequence_parallel else None)
 
@@ -126,18 +126,18 @@ def judge(model: nn.Module, config: ParallelismConfig, topology: Topology, key: 
     )
 
 
-def apply(module: nn.Module, recipe: Recipe, context: ParallelContext, *, attends: bool = True) -> None:
+def apply(module: nn.Module, recipe: Recipe, context: ParallelContext, *, whole: bool = True) -> None:
     """Do to a whole model, or to one stage of it, what a recipe says, in place. Collective: call on all ranks.
 
     Args:
         module: The model or stage.
         recipe: What to do.
         context: Whose meshes to use.
-        attends: Whether a forward without attention is a mistake under context parallelism. A stage may hold none.
+        whole: Whether this is a whole model, and no stage.
     """
     tensor.split_tensors(module, recipe, context)
     experts.split(module, recipe, context)
-    reroute(module, recipe, context, attends=attends)
+    reroute(module, recipe, context, whole=whole)
     recompute.wrap(module, recipe)
     experts.shard(module, recipe, context)
     data.shard(module, recipe, context)

@@ -5,6 +5,7 @@ ours they make no mask of their own, so all that a mask would say is judged here
 refused. Positions, which they count from 0 when none are given, are those of the rank's piece.
 """
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,15 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..context_parallel.attention import attention
-from ..context_parallel.shards import shard_sequence
+from ..context_parallel.attention import attention, layout_of
+from ..context_parallel.shards import cut
 from ..errors import ConfigurationError
 from ..runtime import ParallelContext
+from .trial import as_dealt
 
 __all__ = ["NAME", "attach", "find"]
 
 NAME = "hydra_parallelism"
 """What the registry of Transformers calls our attention."""
+
+_ATTENDS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+"""Types of layers that mix positions in the attention function alone."""
 
 _BEYOND = ("softcap", "s_aux", "position_bias", "cu_seq_lens_q", "block_mask")
 """What some models pass to their attention function and ours does not do."""
@@ -53,14 +58,48 @@ def attach(model: Any, context: ParallelContext, key: str) -> None:
             f"{key}.context_parallel: {type(model).__name__} takes no position_ids, so all pieces of a sequence would begin "
             f"at position 0\n  try: {key}.context_parallel.ring_degree=1 {key}.context_parallel.ulysses_degree=1"
         )
+    if any(_counts_from_padding(inner) for inner in model.modules()):
+        raise ConfigurationError(
+            f"{key}.context_parallel: {type(model).__name__} counts positions from its padding token on\n"
+            f"  try: {key}.context_parallel.ring_degree=1 {key}.context_parallel.ulysses_degree=1"
+        )
+    others = sorted(set(getattr(model.config, "layer_types", None) or ()) - _ATTENDS)
+    if others:
+        raise ConfigurationError(
+            f"{key}.context_parallel: {type(model).__name__} has layers of type {', '.join(others)}, which would see a piece "
+            f"for the whole\n  try: {key}.context_parallel.ring_degree=1 {key}.context_parallel.ulysses_degree=1"
+        )
     ALL_ATTENTION_FUNCTIONS.register(NAME, partial(_attend, context, key))
+    _own_config(model)
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
         raise ConfigurationError(
             f"{key}.context_parallel: {type(model).__name__} does not take its attention from the registry of Transformers\n"
             f"  try: {key}.context_parallel.ring_degree=1 {key}.context_parallel.ulysses_degree=1"
         )
-    model.forward = partial(_run, model.forward, context, key)
+    model.forward = partial(_run, model.forward, inspect.signature(model.forward), context, key)
+    model.generate = partial(_refuse_generation, key)
+
+
+def _counts_from_padding(module: nn.Module) -> bool:
+    """As RoBERTa and its kin do."""
+    table = getattr(module, "position_embeddings", None)
+    return isinstance(table, nn.Embedding) and table.padding_idx is not None
+
+
+def _own_config(model: nn.Module) -> None:
+    """Give a model a config of its own, which another model may share: it says how to attend."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config = copy.deepcopy(module.config, memo)
+
+
+def _refuse_generation(key: str, *args: Any, **kwargs: Any) -> None:
+    raise ConfigurationError(
+        f"{key}.context_parallel: generate() would let each rank go on writing at the end of its own piece\n"
+        f"  try: {key}.context_parallel.ring_degree=1 {key}.context_parallel.ulysses_degree=1 to generate"
+    )
 
 
 def _attend(
@@ -94,21 +133,30 @@ def _attend(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _run(forward: Callable[..., Any], context: ParallelContext, key: str, *args: Any, **kwargs: Any) -> Any:
+def _run(
+    forward: Callable[..., Any], signature: inspect.Signature, context: ParallelContext, key: str, *args: Any, **kwargs: Any
+) -> Any:
     """The model's forward on a piece: with its positions, without a mask that says nothing, without what would be wrong."""
-    tokens = next((t for t in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if isinstance(t, Tensor)), None)
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    tokens = next((given[name] for name in ("input_ids", "inputs_embeds") if isinstance(given.get(name), Tensor)), None)
     if tokens is None:
         return forward(*args, **kwargs)
-    _refuse_labels(kwargs, key)
-    if kwargs.get("attention_mask") is not None:
-        _refuse_padding(kwargs.pop("attention_mask"), key)
-    kwargs["position_ids"] = _positions(tokens, kwargs.get("position_ids"), context, key)
-    return forward(*args, **kwargs)
+    _refuse_labels(given, key)
+    if given.get("output_attentions"):
+        raise ConfigurationError(f"{key}.context_parallel: no rank has whole rows of attention\n  try: output_attentions=False")
+    if given.get("attention_mask") is not None:
+        _refuse_padding(given.pop("attention_mask"), key)
+    given["position_ids"] = _positions(tokens, given.get("position_ids"), context, key)
+    return forward(**given)
 
 
 def _positions(tokens: Tensor, given: Any, context: ParallelContext, key: str) -> Tensor:
-    whole = torch.arange(tokens.shape[1] * context.topology.cp, device=tokens.device)[None]
-    mine = shard_sequence(whole, context=context)
+    layout, rank = layout_of(context), context.topology.index("cp", context.rank)
+    whole = torch.arange(tokens.shape[1] * layout.cp, device=tokens.device)[None]
+    mine = as_dealt(cut(whole, layout, rank, 1) if layout.fits(whole.shape[1]) else whole[:, : tokens.shape[1]])
     if given is not None and not (given.shape[-1] == mine.shape[-1] and bool((given == mine).all())):
         raise ConfigurationError(
             f"{key}.context_parallel: position_ids are not those of this rank's piece of one whole sequence; packed sequences "

@@ -2,60 +2,80 @@
 
 While the model's forward runs, a call of ``F.scaled_dot_product_attention`` goes to :func:`hydra_parallelism.attention`, so a
 model that calls it needs no change. Everything else in a transformer treats each position alone and is right on a piece; what
-looks along the sequence by other means would be wrong without a word. Calls that do are known by the length of the piece and
-refused: positions counted from 0, attention written out, sums and shifts along the sequence.
+looks along the sequence by other means would be wrong without a word: positions counted from 0, attention written out, sums
+and shifts along the sequence. So calls that are known to do it are refused as they come (:mod:`.mixing`), and the first call of
+a whole model is preceded by a trial (:mod:`.trial`). A pipeline's stages cannot be tried alone.
 
 Under activation checkpointing backward runs a block again, outside the model's forward; so its own forward is rerouted too.
 (Entered around a whole step, torch 2.13 finds other tensors in the second run than in the first.)
 """
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .. import _compat
 from ..context_parallel import attention as attending
 from ..errors import ConfigurationError
-from ..runtime import ParallelContext
+from ..runtime import ParallelContext, current
 from . import pretrained
 from .mixing import find_mixing
 from .recipe import Recipe
+from .trial import keeps_positions_apart
 
 __all__ = ["Reroute", "reroute"]
 
-_SEQUENCE = 1
+_TRIALS = (1, 16)
+"""Calls of a model before which it is tried: what is zero at first (a table, a gate) hides what comes after it."""
 
 
-def reroute(module: nn.Module, recipe: Recipe, context: ParallelContext, *, attends: bool = True) -> None:
+def reroute(module: nn.Module, recipe: Recipe, context: ParallelContext, *, whole: bool = True) -> None:
     """Make the attention of a model or stage exact over the ranks that share its sequence, in place.
 
     Args:
         module: The whole model or one stage. Comes before activation checkpointing wraps its blocks.
         recipe: Which blocks will be computed again.
         context: The context with the ``ring`` and ``ulysses`` meshes.
-        attends: Whether a forward without attention is a mistake. A stage may hold none.
+        whole: Whether this is a whole model, which can be tried alone and without attention is a mistake.
     """
     if context.topology.cp == 1:
         return
     for _, block in recipe.present(recipe.recomputed, module):
         if block is not module:
-            block.forward = partial(_run, block.forward, Reroute(type(block).__name__, recipe.key, context), False)
+            block.forward = partial(_rerouted, block.forward, Reroute(block, recipe, context, watches=False))
     for model in pretrained.find(module):
         pretrained.attach(model, context, recipe.key)
-    module.forward = partial(_run, module.forward, Reroute(type(module).__name__, recipe.key, context), attends)
+    mode = Reroute(module, recipe, context)
+    module.forward = partial(_tried if whole else _rerouted, module.forward, mode)
 
 
-def _run(forward: Callable[..., Any], mode: "Reroute", attends: bool, *args: Any, **kwargs: Any) -> Any:
-    before = attending.count_calls()
-    mode.length = _length((args, kwargs))
+def _rerouted(forward: Callable[..., Any], mode: "Reroute", *args: Any, **kwargs: Any) -> Any:
     with mode:
-        output = forward(*args, **kwargs)
-    mode.attended |= attending.count_calls() > before
-    if attends and not mode.attended:
+        return forward(*args, **kwargs)
+
+
+def _tried(forward: Callable[..., Any], mode: "Reroute", *args: Any, **kwargs: Any) -> Any:
+    """The same, judged now and then. Collective over the world in these calls: one all-reduce of a number."""
+    mode.calls += 1
+    if mode.calls not in _TRIALS:
+        return _rerouted(forward, mode, *args, **kwargs)
+    mode.refuse_stranger()
+    before = attending.count_calls()
+    run = partial(_rerouted, forward, mode)
+    apart = keeps_positions_apart(mode.module, run, args, kwargs, attending.piece_lengths(), mode.is_narrow)
+    wrong = torch.tensor([apart is False], dtype=torch.int, device=mode.context.device)
+    dist.all_reduce(wrong, dist.ReduceOp.MAX)
+    if wrong.item():
+        mode.refuse()
+    output = run(*args, **kwargs)
+    if attending.count_calls() == before:
         raise ConfigurationError(
             f"{mode.asked}, but the forward of {mode.owner} calls no attention, so each rank would see its own piece of the "
             f"sequence only\n"
@@ -64,37 +84,63 @@ def _run(forward: Callable[..., Any], mode: "Reroute", attends: bool, *args: Any
     return output
 
 
-def _length(call: Any) -> int:
-    """Positions in this rank's piece: dim 1 of the first tensor that has one; 0 when there is none."""
-    leaves, _ = _compat.flatten(call)
-    return next((leaf.shape[_SEQUENCE] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim > _SEQUENCE), 0)
-
-
 class Reroute(TorchFunctionMode):
-    """Hands attention on, and refuses what would mix the positions of a piece as if it were the sequence."""
+    """Hands attention on, and finds what would mix the positions of a piece as if it were the sequence."""
 
-    def __init__(self, owner: str, key: str, context: ParallelContext) -> None:
+    def __init__(self, module: nn.Module, recipe: Recipe, context: ParallelContext, *, watches: bool = True) -> None:
         super().__init__()
         degrees = {"ring_degree": context.topology.ring, "ulysses_degree": context.topology.ulysses}
-        asked = {f"{key}.context_parallel.{name}": degree for name, degree in degrees.items() if degree > 1}
-        self.owner, self.context, self.length, self.attended = owner, context, 0, False
+        asked = {f"{recipe.key}.context_parallel.{name}": degree for name, degree in degrees.items() if degree > 1}
+        self.module, self.context = module, context
+        self.owner = type(module).__name__
         self.asked = " ".join(f"{name}={degree}" for name, degree in asked.items())
         self.remedy = " ".join(f"{name}=1" for name in asked)
+        self.is_narrow = recipe.config.fsdp.mixed_precision is not None or next(module.parameters()).dtype.itemsize < 4
+        self.calls = 0
+        self._watches = watches
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch, or ours in its place."""
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return attending.attention(*args, **kwargs, context=self.context)
-        found = find_mixing(func, args, kwargs, self.length)
-        if found:
-            self._refuse(func, *found)
+        if self._watches:
+            self._watch(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _refuse(self, func: Any, what: str, remedy: str) -> None:
+    def _watch(self, func: Any, args: Any, kwargs: Any) -> None:
+        for length in attending.piece_lengths():
+            found = find_mixing(func, args, kwargs, length)
+            if found:
+                what, remedy = found
+                raise ConfigurationError(
+                    f"{self.asked}, but the forward of {self.owner} {what} ({getattr(func, '__name__', func)}) over the "
+                    f"{length} positions of this rank's piece, which are not the first {length} of the sequence nor all of it\n"
+                    f"  at {_place()}\n"
+                    f"  try: {remedy}, or {self.remedy}; if that is a width which happens to be {length}, another length"
+                )
+
+    def refuse(self) -> None:
+        """Say what a trial has shown."""
         raise ConfigurationError(
-            f"{self.asked}, but the forward of {self.owner} {what} ({getattr(func, '__name__', func)}) over the "
-            f"{self.length} positions of this rank's piece, which are not the first {self.length} of the sequence nor all of "
-            f"it\n"
-            f"  try: {remedy}, or {self.remedy}"
+            f"{self.asked}, but what the forward of {self.owner} makes of a position depends on others, or on where in this "
+            f"rank's piece it stands, by other means than attention\n"
+            f"  try: positions cut with the tokens (hydra_parallelism.shard_sequence), what mixes positions outside the model, "
+            f"or {self.remedy}"
         )
+
+    def refuse_stranger(self) -> None:
+        """A model keeps the ranks that it was made for."""
+        if current() is not self.context:
+            raise ConfigurationError(
+                f"{self.asked}: {self.owner} was parallelized in a context that has ended\n"
+                f"  try: parallelize(model) again, on a new model, in each context"
+            )
+
+
+def _place() -> str:
+    """File and line of the model that called torch."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "hydra_parallelism"):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

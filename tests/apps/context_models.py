@@ -39,6 +39,7 @@ class Layer(nn.Module):
         super().__init__()
         self.project = nn.Linear(DIM, DIM)
         self.table = nn.Parameter(torch.zeros(32, DIM))
+        self.recurrent = nn.GRU(DIM, DIM, batch_first=True)
         self.inner = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
         self.mix = (mix,)  # in a tuple, so that it is no method
 
@@ -80,6 +81,13 @@ WRONG: dict[str, Mix] = {
     "mask": lambda layer, x: attend(x, attn_mask=torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)),
     "dropout": lambda layer, x: attend(x, dropout_p=0.5),
     "nothing": lambda layer, x: x,
+    "recurrent": lambda layer, x: attend(x) + layer.recurrent(x)[0],
+    "zeros before": lambda layer, x: attend(x) + F.pad(x, (0, 0, 1, 0))[:, :-1],
+    "linear attention": lambda layer, x: attend(x) + x @ torch.einsum("bsd,bse->bde", x, x),
+    "half windows": lambda layer, x: attend(x.unflatten(1, (2, -1)).flatten(0, 1)).unflatten(0, (-1, 2)).flatten(1, 2),
+    "class token": lambda layer, x: attend(torch.cat([x[:, :1] * 0, x], 1))[:, 1:],
+    "counted": lambda layer, x: attend(x) + torch.linspace(0, 1, x.shape[1])[:, None],
+    "pooled": lambda layer, x: attend(x) + x.transpose(1, 2).mean(-1)[:, None],
 }
 RIGHT: dict[str, Mix] = {
     "rerouted": lambda layer, x: attend(x, is_causal=True),
@@ -101,21 +109,54 @@ def refusal(call: Callable[[], Any]) -> str:
     return ""
 
 
-def run(mix: Mix, config: dict[str, Any], plain: Mix | None = None) -> float:
+def run(mix: Mix, config: dict[str, Any], plain: Mix | None = None, *, cut: bool = True) -> float:
     """Largest deviation of the output from that of the plain model on whole sequences."""
     torch.manual_seed(0)
     model, x = Around(mix), torch.randn(3, LENGTH, DIM)
     reference = Around(plain or mix)
     reference.load_state_dict(model.state_dict())
     wanted = reference(x).detach()
-    found = parallelize(model, config=config)(shard_sequence(x))
+    found = parallelize(model, config=config)(shard_sequence(x) if cut else x)
     return (found - shard_sequence(wanted)).abs().max().item()
+
+
+SIZES = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def make(kind: str = "llama", **more: Any) -> nn.Module:
     """A model of Transformers."""
-    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, num_key_value_heads=2, use_cache=False, **more))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, num_key_value_heads=2, use_cache=False, **more))
+
+
+def later() -> str:
+    """A table of zeros, told by a call that nobody knows, is noticed once it has been trained."""
+    model = parallelize(Around(lambda layer, x: attend(x) + layer.table.index_select(0, torch.tensor([0, 1, 2, 3]))))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def train() -> None:
+        for _ in range(20):
+            model(shard_sequence(torch.randn(3, LENGTH, DIM))).square().sum().backward()
+            optimizer.step()
+
+    return refusal(train)
+
+
+def stranger() -> str:
+    """A model of an earlier context."""
+    with parallel_context(RING):
+        model = parallelize(Around(RIGHT["rerouted"]))
+    with parallel_context({"context_parallel": {"ulysses_degree": 2}}):
+        return refusal(lambda: model(shard_sequence(torch.randn(3, LENGTH, DIM))))
+
+
+def shared_config() -> float:
+    """A model whose config another one shares is none of our business."""
+    config = AutoConfig.for_model("llama", **SIZES)
+    plain, model = (AutoModelForCausalLM.from_config(config) for _ in range(2))
+    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 16
+    wanted = plain(tokens).logits.detach()
+    parallelize(model)
+    return (plain(tokens).logits - wanted).abs().max().item()
 
 
 def pretrained() -> dict[str, str]:
@@ -127,6 +168,11 @@ def pretrained() -> dict[str, str]:
     model, windowed = parallelize(make()), parallelize(make("mistral", sliding_window=3))
     return {
         "padding": refusal(lambda: model(piece, attention_mask=padded)),
+        "padding by place": refusal(lambda: model(piece, padded)),
+        "generation": refusal(lambda: model.generate(piece)),
+        "rows": refusal(lambda: model(piece, output_attentions=True)),
+        "roberta": refusal(lambda: parallelize(make("roberta", pad_token_id=1))),
+        "hybrid": refusal(lambda: parallelize(make("lfm2", layer_types=["conv", "full_attention"]))(piece)),
         "packed": refusal(lambda: model(piece, position_ids=positions)),
         "labels": refusal(lambda: model(piece, labels=piece)),
         "window": refusal(lambda: windowed(piece)),
@@ -173,6 +219,12 @@ def report() -> dict[str, Any]:
         found: dict[str, Any] = {name: refusal(lambda mix=mix: run(mix, RING)) for name, mix in WRONG.items()}
         found |= {name: run(mix, RING) for name, mix in RIGHT.items()}
         found["called"] = run(call, RING, plain=RIGHT["rerouted"])
+        found["later"] = later()
+        found["shared config"] = shared_config()
         found["recomputed"] = run(RIGHT["rerouted"], {**RING, "activation_checkpointing": "full"})
-        found["positions"] = refusal(lambda: parallelize(models.make("gpt_long"))(torch.zeros(2, 12, dtype=torch.long)))
-        return found | pretrained() | {"eager": eager()} | flux()
+        tokens = shard_sequence(torch.zeros(2, models.LONG, dtype=torch.long))
+        found["positions"] = refusal(lambda: parallelize(models.make("gpt_long"))(tokens))
+        found["uncut"] = refusal(lambda: run(RIGHT["rerouted"], RING, cut=False))
+        found |= pretrained() | {"eager": eager()} | flux()
+    found["stranger"] = stranger()
+    return found
