@@ -68,18 +68,22 @@ def test_a_module_computes_with_what_is_put_among_its_parameters() -> None:
     assert module(torch.ones(1, 2)).tolist() == [[6.0, 6.0]]
 
 
-def test_fsdp_of_one_rank_divides_a_forced_sum_twice() -> None:
-    """Torch's mistake, around which parallelize/experts.py goes: when it is mended, drop the condition there."""
+def test_fsdp_of_one_rank_divides_twice_what_it_sums_by_itself() -> None:
+    """Torch's mistake, around which parallelize/experts.py goes: when it is mended, drop the conditions there."""
     found = {}
     with parallel_context({}) as context:
-        for forced in (False, True):
-            module: Any = fully_shard(torch.nn.Linear(2, 1, bias=False), mesh=context.mesh["efsdp"])
+        for dtype, forced in ((torch.float32, False), (torch.float32, True), (torch.float64, False)):
+            module: Any = fully_shard(torch.nn.Linear(2, 1, bias=False, dtype=dtype), mesh=context.mesh["efsdp"])
             module.set_gradient_divide_factor(4.0)
             module.set_force_sum_reduction_for_comms(forced)
-            module(torch.ones(1, 2)).sum().backward()
-            found[forced] = module.weight.grad.to_local().tolist()
+            module(torch.ones(1, 2, dtype=dtype)).sum().backward()
+            found[dtype, forced] = module.weight.grad.to_local().tolist()
             del module
-    assert found == {False: [[0.25, 0.25]], True: [[0.0625, 0.0625]]}
+    assert found == {
+        (torch.float32, False): [[0.25, 0.25]],
+        (torch.float32, True): [[0.0625, 0.0625]],
+        (torch.float64, False): [[0.0625, 0.0625]],
+    }
 
 
 def test_lists_of_tensors() -> None:

@@ -158,8 +158,8 @@ def _refuse_shared(model: nn.Module, units: tuple[str, ...], key: str, wrap: Any
             if where is not unit:
                 inside = next((u for u in units if model.get_submodule(u) is where), "")
                 raise ConfigurationError(
-                    f"{key}.fsdp.wrap={_show(wrap)} puts one parameter into two FSDP units: {first} (in {inside or 'the root'}) "
-                    f"is also {path} (in {name or 'the root'})\n"
+                    f"{key}.fsdp.wrap={_show(wrap)} puts one parameter into two FSDP units: {first} (in "
+                    f"{inside or 'the root'}) is also {path} (in {name or 'the root'})\n"
                     f"  try: {key}.fsdp.wrap=auto, or leave out what holds {first if inside else path}"
                 )
 

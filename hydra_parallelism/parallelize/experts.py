@@ -97,16 +97,18 @@ def shard(module: nn.Module, recipe: Recipe, context: ParallelContext) -> None:
         unit: Any = fully_shard(
             experts, mp_policy=precision, shard_placement_fn=lambda weight: _placement(weight, at.ep, at.efsdp), **policy
         )
-        unit.set_gradient_divide_factor(float(at.dp_replicate * at.fsdp))
-        # Gloo cannot multiply while it sums. With nothing to sum torch 2.13 would then divide twice: tests/test_compat.py.
+        # With nothing to sum torch 2.13 divides twice by it what is not float32 or bfloat16: tests/test_compat.py.
+        divides_twice = at.efsdp == 1 and next(experts.parameters()).dtype == torch.float64
+        unit.set_gradient_divide_factor(float(at.dp_replicate * at.fsdp) ** (0.5 if divides_twice else 1.0))
+        # Gloo cannot multiply while it sums. Forced with nothing to sum, torch divides twice there, too.
         unit.set_force_sum_reduction_for_comms(at.efsdp > 1)
 
 
 def _precision(config: ParallelismConfig, dtype: torch.dtype) -> MixedPrecisionPolicy:
     """As for the units around it, but inputs stay as the block gives them: the router's weights may be wider on purpose."""
     precision = replace(data.precision(config), cast_forward_inputs=False)
-    # Torch splits the division of gradients of any other dtype in two, of which only one can be told.
-    return precision if dtype == torch.float32 else replace(precision, reduce_dtype=torch.float32)
+    # Torch splits the division of 16-bit gradients in two, of which only one can be told.
+    return replace(precision, reduce_dtype=torch.float32) if dtype.itemsize < 4 else precision
 
 
 def _placement(weight: nn.Parameter, ep: int, efsdp: int) -> Shard:

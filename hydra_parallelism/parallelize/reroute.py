@@ -95,7 +95,9 @@ class Reroute(TorchFunctionMode):
         self.owner = type(module).__name__
         self.asked = " ".join(f"{name}={degree}" for name, degree in asked.items())
         self.remedy = " ".join(f"{name}=1" for name in asked)
-        self.is_narrow = recipe.config.fsdp.mixed_precision is not None or next(module.parameters()).dtype.itemsize < 4
+        self.is_narrow = recipe.config.fsdp.mixed_precision is not None or any(
+            p.dtype.itemsize < 4 for p in module.parameters()
+        )
         self.calls = 0
         self._watches = watches
 
