@@ -118,6 +118,12 @@ def test_what_is_refused(size: int, ring: int, ulysses: int) -> None:
     assert first.pop("lengths") == "shard_sequence() needs sequences of one length, not 16, 32 (dim=1)"
     assert first.pop("dim") == "shard_sequence(dim=2): a tensor of shape (2, 16) has no such dim"
     assert first.pop("nothing") == "unshard_sequence() was given no tensor"
+    assert first["uncut"].startswith(
+        f"attention() got 4 positions where {ranks}, but the pieces that shard_sequence has cut have"
+    )
+    assert first.pop("uncut").endswith(
+        "6\n  try: tokens = hydra_parallelism.shard_sequence(tokens), and so for all that has a sequence, before the model"
+    )
     assert first.pop("meta") == "no refusal: (2, 8, 6, 4) on meta"
     _check_by_layout(first, ring, ulysses)
     assert not first

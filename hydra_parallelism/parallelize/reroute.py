@@ -11,9 +11,11 @@ Under activation checkpointing backward runs a block again, outside the model's 
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -113,7 +115,7 @@ class Reroute(TorchFunctionMode):
     def _watch(self, func: Any, args: Any, kwargs: Any) -> None:
         for length in attending.piece_lengths():
             found = find_mixing(func, args, kwargs, length)
-            if found:
+            if found and not _is_internal():
                 what, remedy = found
                 raise ConfigurationError(
                     f"{self.asked}, but the forward of {self.owner} {what} ({getattr(func, '__name__', func)}) over the "
@@ -140,9 +142,32 @@ class Reroute(TorchFunctionMode):
             )
 
 
+def _callers() -> Iterator[FrameType]:
+    """Frames around a call of torch, innermost first, without those of this module."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _name(frame) != __name__:
+            yield frame
+        frame = frame.f_back
+
+
+def _name(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _is_internal() -> bool:
+    """Whether this library, FSDP or a tensor-parallel style has called, whose slices are not the model's."""
+    inside = takewhile(lambda frame: _name(frame).partition(".")[0] in ("torch", "hydra_parallelism"), _callers())
+    first = next(inside, None)
+    if first is None:
+        return False
+    return _name(first).startswith("hydra_parallelism") or any(
+        _name(frame).startswith("torch.distributed") for frame in (first, *inside)
+    )
+
+
 def _place() -> str:
     """File and line of the model that called torch."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "hydra_parallelism"):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    outside = (frame for frame in _callers() if _name(frame).partition(".")[0] not in ("torch", "hydra_parallelism"))
+    frame = next(outside, None)
+    return "a line of torch" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

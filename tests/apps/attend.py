@@ -231,6 +231,7 @@ def _wide(context: ParallelContext) -> float:
 
 def _refusals(context: ParallelContext) -> dict[str, str]:
     """What is said to arguments that cannot be."""
+    shard_sequence(torch.zeros(1, 6 * context.topology.cp))  # pieces of any other length are refused
     q = torch.zeros(2, 8, 6, 4)
     mask = torch.ones(6, 6, dtype=torch.bool)
     tries: dict[str, Any] = {
@@ -251,6 +252,7 @@ def _refusals(context: ParallelContext) -> dict[str, str]:
         "dim": lambda: shard_sequence(torch.zeros(2, 16), dim=2),
         "nothing": lambda: unshard_sequence(),
         "unshard": lambda: unshard_sequence(torch.zeros(2, 0)),
+        "uncut": lambda: attention(q[:, :, :4], q[:, :, :4], q[:, :, :4]),
         "meta": lambda: attention(*[torch.empty(2, 8, 6, 4, device="meta")] * 3),
     }
     found = {}
