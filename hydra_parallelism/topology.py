@@ -291,13 +291,18 @@ def _resolve_experts(degrees: Degrees, dense: Topology) -> int:
     key = degrees.key
     fits = [n for n in range(dense.tp, ranks + 1, dense.tp) if ranks % n == 0]
     nearest = min(fits, key=lambda n: (abs(n - ep), n))
+    # Replicas have copies of all experts: what they need is to share them.
+    is_replicated = nearest == 1 and dense.dp_replicate % ep == 0
+    instead = (
+        f", or {key}.dp_shard={ep * dense.dp_shard} {key}.dp_replicate={dense.dp_replicate // ep}" if is_replicated else ""
+    )
     raise ConfigurationError(
         "expert parallelism does not fit:\n"
         f"  {key}.ep_size={ep} must divide dp_shard={dense.dp_shard} * ring_degree={dense.ring} * "
         f"ulysses_degree={dense.ulysses} * tp_size={dense.tp} = {ranks} and be a multiple of tp_size={dense.tp} "
         "(experts re-use the ranks of fsdp x tp, ep_size is not a factor of the world)\n"
         f"  {ranks} % {ep} = {ranks % ep}, {ep} % {dense.tp} = {ep % dense.tp}\n"
-        f"  try: {key}.ep_size={nearest}"
+        f"  try: {key}.ep_size={nearest}{instead}"
     )
 
 

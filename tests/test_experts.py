@@ -137,6 +137,7 @@ def test_the_plan_of_the_model_is_taken_and_the_users_merged_over_it() -> None:
     named = {**SUMMED, "layers.*.mlp.experts.down_proj": "grouped_gemm", "layers.*.mlp.router": "ep_router"}
     assert judge(model, 2, tp_size=2, ep_size=2, tp_plan="auto", ep_plan=named).experts == summed.experts
     assert judge(model, 1, ep_plan="auto").experts.keys() == summed.experts.keys()
+    assert judge(models.make("gpt"), 1, ep_plan="auto").experts == {}, "one config for models with experts and without"
     assert judge(model, 2, tp_size=2, tp_plan="auto", ep_plan="auto").experts == {}
     wrapped = judge(model, 2, dp_shard=2, ep_size=2, ep_plan="auto", fsdp={"wrap": ["Block", "Experts"]})
     assert wrapped.units == ("layers.0", "layers.1")

@@ -590,3 +590,9 @@ def test_all_axes_at_once_are_refused_where_they_do_not_fit() -> None:
         "pp_size=2 * dp_replicate=2 * dp_shard=2 * cfg_parallel=2 * ring_degree=2 * ulysses_degree=2 * tp_size=2 = 128, but "
         in str(caught.value)
     )
+
+
+def test_experts_beside_replicas_are_told_to_share() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        resolve({"dp_replicate": 4, "ep_size": 2}, 4)
+    assert str(caught.value).endswith("  try: parallelism.ep_size=1, or parallelism.dp_shard=2 parallelism.dp_replicate=2")

@@ -126,6 +126,8 @@ def choose(
         ConfigurationError: No plan at ``ep_size > 1``, a module whose experts are kept otherwise, experts that ``ep_size`` does
             not divide, or a style that does not fit the degrees.
     """
+    if topology.ep == 1 and config.ep_plan == "auto" and not plans.own_plan(model, "ep_plan"):
+        return ExpertPlan()  # one config serves models with experts and without
     rules = plans.resolve_experts(model, config, key)
     styles = {name: style for name, style in rules.items() if style in (DISPATCH, SUMMED)}
     if topology.ep > 1 and not styles:
