@@ -96,6 +96,7 @@ CONTEXT: dict[int, dict[str, dict[str, Any]]] = {
         "ulysses4_tp2_sp": {**_SP2, **_ULYSSES4},
         "usp2x2_tp2_sp": {**_SP2, **_USP},
         "pp2_ring4": {"pp_size": 2, **_RING4},
+        "pp2_ulysses4": {"pp_size": 2, **_ULYSSES4},
         "pp2_usp2x2": {"pp_size": 2, **_USP},
         "pp2_fsdp2_ulysses2": {"pp_size": 2, "dp_shard": 2, **_ULYSSES2},
     },
