@@ -94,14 +94,14 @@ class Other(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        raise NotImplementedError
+        return hidden
 
 
 class Two(Other):
     """Called otherwise."""
 
     def forward(self, hidden: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
-        raise NotImplementedError
+        return hidden
 
 
 @pytest.mark.parametrize(

@@ -56,18 +56,17 @@ def attach(model: Any, context: ParallelContext, key: str) -> None:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ConfigurationError(
             f"{key}.context_parallel: {type(model).__name__} takes no position_ids, so all pieces of a sequence would begin "
-            f"at position 0\n  try: {key}.context_parallel.ring_degree=1 {key}.context_parallel.ulysses_degree=1"
+            f"at position 0\n  try: {_off(key)}"
         )
     if any(_counts_from_padding(inner) for inner in model.modules()):
         raise ConfigurationError(
-            f"{key}.context_parallel: {type(model).__name__} counts positions from its padding token on\n"
-            f"  try: {key}.context_parallel.ring_degree=1 {key}.context_parallel.ulysses_degree=1"
+            f"{key}.context_parallel: {type(model).__name__} counts positions from its padding token on\n  try: {_off(key)}"
         )
     others = sorted(set(getattr(model.config, "layer_types", None) or ()) - _ATTENDS)
     if others:
         raise ConfigurationError(
             f"{key}.context_parallel: {type(model).__name__} has layers of type {', '.join(others)}, which would see a piece "
-            f"for the whole\n  try: {key}.context_parallel.ring_degree=1 {key}.context_parallel.ulysses_degree=1"
+            f"for the whole\n  try: {_off(key)}"
         )
     ALL_ATTENTION_FUNCTIONS.register(NAME, partial(_attend, context, key))
     _own_config(model)
@@ -75,10 +74,15 @@ def attach(model: Any, context: ParallelContext, key: str) -> None:
     if model.config._attn_implementation != NAME:
         raise ConfigurationError(
             f"{key}.context_parallel: {type(model).__name__} does not take its attention from the registry of Transformers\n"
-            f"  try: {key}.context_parallel.ring_degree=1 {key}.context_parallel.ulysses_degree=1"
+            f"  try: {_off(key)}"
         )
     model.forward = partial(_run, model.forward, inspect.signature(model.forward), context, key)
     model.generate = partial(_refuse_generation, key)
+
+
+def _off(key: str) -> str:
+    """What takes context parallelism away."""
+    return f"{key}.context_parallel.ring_degree=1 {key}.context_parallel.ulysses_degree=1"
 
 
 def _counts_from_padding(module: nn.Module) -> bool:
@@ -98,7 +102,7 @@ def _own_config(model: nn.Module) -> None:
 def _refuse_generation(key: str, *args: Any, **kwargs: Any) -> None:
     raise ConfigurationError(
         f"{key}.context_parallel: generate() would let each rank go on writing at the end of its own piece\n"
-        f"  try: {key}.context_parallel.ring_degree=1 {key}.context_parallel.ulysses_degree=1 to generate"
+        f"  try: {_off(key)} to generate"
     )
 
 
@@ -124,7 +128,7 @@ def _attend(
         raise ConfigurationError(
             f"{key_of_config}.context_parallel: {type(module).__name__} asks for {', '.join(beyond)}, which attention over "
             f"pieces of a sequence does not do\n"
-            f"  try: {key_of_config}.context_parallel.ring_degree=1 {key_of_config}.context_parallel.ulysses_degree=1"
+            f"  try: {_off(key_of_config)}"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     output = attention(
@@ -170,7 +174,7 @@ def _refuse_padding(mask: Any, key: str) -> None:
     if not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all())):
         raise ConfigurationError(
             f"{key}.context_parallel: attention_mask hides positions, and attention over pieces of a sequence takes no mask\n"
-            f"  try: sequences without padding, or {key}.context_parallel.ring_degree=1 {key}.context_parallel.ulysses_degree=1"
+            f"  try: sequences without padding, or {_off(key)}"
         )
 
 

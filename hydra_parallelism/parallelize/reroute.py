@@ -3,8 +3,8 @@
 While the model's forward runs, a call of ``F.scaled_dot_product_attention`` goes to :func:`hydra_parallelism.attention`, so a
 model that calls it needs no change. Everything else in a transformer treats each position alone and is right on a piece; what
 looks along the sequence by other means would be wrong without a word: positions counted from 0, attention written out, sums
-and shifts along the sequence. So calls that are known to do it are refused as they come (:mod:`.mixing`), and the first call of
-a whole model is preceded by a trial (:mod:`.trial`). A pipeline's stages cannot be tried alone.
+and shifts along the sequence. So calls that are known to do it are refused as they come (:mod:`.mixing`), and the first and the
+16th call of a whole model are preceded by a trial (:mod:`.trial`). A pipeline's stages cannot be tried alone.
 
 Under activation checkpointing backward runs a block again, outside the model's forward; so its own forward is rerouted too.
 (Entered around a whole step, torch 2.13 finds other tensors in the second run than in the first.)
@@ -65,10 +65,10 @@ def _rerouted(forward: Callable[..., Any], mode: "Reroute", *args: Any, **kwargs
 
 def _tried(forward: Callable[..., Any], mode: "Reroute", *args: Any, **kwargs: Any) -> Any:
     """The same, judged now and then. Collective over the world in these calls: one all-reduce of a number."""
+    mode.refuse_stranger()
     mode.calls += 1
     if mode.calls not in _TRIALS:
         return _rerouted(forward, mode, *args, **kwargs)
-    mode.refuse_stranger()
     before = attending.count_calls()
     run = partial(_rerouted, forward, mode)
     apart = keeps_positions_apart(mode.module, run, args, kwargs, attending.piece_lengths(), mode.is_narrow)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .. import _compat
 from . import packed
 
-__all__ = ["Judge", "StandIn", "Traced", "Untraceable", "meta_copy", "sources", "trace"]
+__all__ = ["Judge", "SIMPLE", "StandIn", "Traced", "Untraceable", "meta_copy", "sources", "trace"]
 
 Visit = Callable[[str, list[Any]], None]
 """Told the name of a unit and the flat arguments of its call."""
@@ -28,7 +28,8 @@ Visit = Callable[[str, list[Any]], None]
 Judge = Callable[[tuple[Any, ...], dict[str, Any]], None]
 """Told the arguments of a call."""
 
-_SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
+SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
+"""Types of values that a call may have beside tensors and that say all about themselves."""
 _LIKE = {
     *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like, torch.rand_like, torch.randn_like),
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty, Tensor.new_tensor),
@@ -112,7 +113,7 @@ def _mixed(forward: Callable[..., Tensor], hidden: Tensor, index: Tensor, weight
     """What a module of stacked experts returns on meta: most ask which experts have tokens, which is nowhere written there."""
     try:
         return forward(hidden, index, weights)
-    except (NotImplementedError, RuntimeError):
+    except RuntimeError:  # torch's word for both: not on meta, and no values there
         return torch.empty_like(hidden)
 
 
@@ -158,7 +159,7 @@ class StandIn(nn.Module):
         return _compat.unflatten([self._zeros(shape) for shape in shapes], out_spec)
 
     def _shapes(self, leaves: list[Any], spec: Any) -> tuple[list[Any], Any]:
-        simple = all(isinstance(leaf, (Tensor, *_SIMPLE)) for leaf in leaves)
+        simple = all(isinstance(leaf, (Tensor, *SIMPLE)) for leaf in leaves)
         if not simple:  # a cache, say: what comes out may depend on what is in it
             return self._ask(leaves, spec)
         key = (self.training, str(spec), *map(_describe, leaves))

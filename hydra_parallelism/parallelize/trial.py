@@ -1,4 +1,4 @@
-"""Whether a model treats each position alone, attention apart: found by running it twice before its first step on pieces.
+"""Whether a model treats each position alone, attention apart: found by running it twice on a piece.
 
 For both runs attention is replaced by something that mixes no positions. In the second one the positions of the piece are
 dealt anew, some of them twice: what a position comes to must go with it. It does not if the model counts positions, sums or
@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from .. import _compat
 from ..context_parallel import attention as attending
+from .stand_ins import SIMPLE
 
 __all__ = ["as_dealt", "keeps_positions_apart"]
 
-_SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _TOLERANCE, _TOLERANCE_16 = 2e-5, 2e-2
 """Of the largest output: several times what rounding is for rows that are dealt to other places."""
 
@@ -50,7 +50,7 @@ def keeps_positions_apart(
         ``None`` where the arguments or the output hide where the sequence is, or the output is nothing but zeros.
     """
     leaves, spec = _compat.flatten((args, kwargs))
-    if not all(isinstance(leaf, (Tensor, *_SIMPLE)) for leaf in leaves):
+    if not all(isinstance(leaf, (Tensor, *SIMPLE)) for leaf in leaves):
         return None  # a cache, say, that a trial would fill
     batch = next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim > 1), 0)
     dims = [_sequence_dim(leaf, lengths, batch) if isinstance(leaf, Tensor) else None for leaf in leaves]
