@@ -1,7 +1,8 @@
 """Where the numbers that the resolvers give come from. Private half of ``resolvers``, loaded when one is first used."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,7 +14,7 @@ from .errors import ConfigurationError
 from .topology import AXES, BASE_AXES, Topology, resolve
 from .world import World
 
-__all__ = ["answer", "nodes", "on_each_node", "per_dp_rank"]
+__all__ = ["answer", "nodes", "on_each_node", "per_dp_rank", "planned"]
 
 _OF_PROCESS: dict[str, Callable[[World], int | bool]] = {
     "nnodes": lambda world: world.nnodes,
@@ -69,6 +70,17 @@ def per_dp_rank(value: Any, node: str, root: DictConfig) -> int:
 
 
 _resolving: ContextVar[bool] = ContextVar("resolving", default=False)
+_planned: ContextVar[World | None] = ContextVar("planned", default=None)
+
+
+@contextmanager
+def planned(world: World) -> Iterator[None]:
+    """Answer for a machine that is only thought of, whoever launched this process."""
+    token = _planned.set(world)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
 
 
 def nodes(per_node: Any, node: str, root: DictConfig) -> int:
@@ -112,7 +124,7 @@ def _resolve(root: DictConfig, node: str) -> tuple[Topology, World]:
     token = _resolving.set(True)
     try:
         degrees = read_degrees(config, node)
-        world = world_module.read() or _plan(root, degrees)
+        world = _planned.get() or world_module.read() or _plan(root, degrees)
         return resolve(config, world.size, source=world.source(), key=node), world
     finally:
         _resolving.reset(token)
@@ -120,7 +132,7 @@ def _resolve(root: DictConfig, node: str) -> tuple[Topology, World]:
 
 def _process_world(root: DictConfig, node: str) -> World:
     """The world for numbers that a degree may depend on: when nobody launched, one node, and only explicit counts."""
-    world = world_module.read()
+    world = _planned.get() or world_module.read()
     if world is not None:
         return world
     stated = OmegaConf.select(root, f"{node}.world_size") if OmegaConf.select(root, node) is not None else None

@@ -37,6 +37,11 @@ PARALLELIZE = (
 """Modules of ``parallelize``, likewise; of the rest they may import all up to ``runtime``, and none of that imports them."""
 CONTEXT_PARALLEL = ("layout", "kernels", "ring", "ulysses", "attention", "shards")
 """Modules of ``context_parallel``, likewise; ``parallelize`` may import them, and they nothing of it."""
+PLAN = (
+    "machine", "model", "composition", "placement", "advice", "report", "schedules", "memory", "collectives", "traffic", "price",
+    "text", "cli", "__main__",
+)  # fmt: skip
+"""Modules of ``plan``, likewise; none imports torch, and of the rest they may import only what does not either."""
 DOORBELL = sorted((ROOT / "hydra_plugins").rglob("*.py"))
 RUNTIME = (
     "MoE", "ParallelContext", "accumulate", "attention", "average_loss", "clip_grad_norm_", "current", "distributed_sampler",
@@ -105,7 +110,17 @@ def test_imports_within_context_parallel_point_one_way(name: str) -> None:
     assert all(hasattr(module, public) for public in module.__all__)
 
 
-@pytest.mark.parametrize(("package", "modules"), [("parallelize", PARALLELIZE), ("context_parallel", CONTEXT_PARALLEL)])
+@pytest.mark.parametrize("name", PLAN)
+def test_imports_within_plan_point_one_way_and_need_no_torch(name: str) -> None:
+    path = ROOT / "hydra_parallelism" / "plan" / f"{name}.py"
+    assert _siblings(path) <= set(PLAN[: PLAN.index(name)])
+    assert _siblings(path, level=2) <= set(WITHOUT_TORCH)
+    assert not {"torch", "numpy", "rich"} & _third_parties(path)
+
+
+@pytest.mark.parametrize(
+    ("package", "modules"), [("parallelize", PARALLELIZE), ("context_parallel", CONTEXT_PARALLEL), ("plan", PLAN)]
+)
 def test_every_module_of_a_package_has_its_place(package: str, modules: tuple[str, ...]) -> None:
     assert {path.stem for path in (ROOT / "hydra_parallelism" / package).glob("*.py")} == {*modules, "__init__"}
 

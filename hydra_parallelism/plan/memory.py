@@ -1,0 +1,165 @@
+"""Bytes of the fullest rank, by formula. Pure.
+
+``parallelize`` keeps parameters, gradients and Adam's two moments in float32: ``4 + 4 + 8`` bytes for each parameter that a rank
+holds (Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054, section 3.1, with float32 in place of its mixed precision).
+"""
+
+import math
+from dataclasses import dataclass
+
+from ..config import ParallelismConfig
+from ..topology import Topology
+from .model import Model
+from .schedules import in_flight, microbatches_of
+
+__all__ = ["Memory", "Share", "activations", "compute_bytes", "gathered", "memory_of", "share_of"]
+
+_FLOAT32 = 4
+_ADAM = 2 * _FLOAT32
+
+
+@dataclass(frozen=True)
+class Share:
+    """Parameters that the fullest rank works with when they are gathered."""
+
+    blocks: int
+    """How many blocks it has."""
+    block: float
+    """Of one block, without its experts."""
+    experts: float
+    """Of one block's experts."""
+    ends: float
+    """Of embedding, last norm and head, as far as it has them."""
+
+    @property
+    def params(self) -> float:
+        """blocks * (block + experts) + ends."""
+        return self.blocks * (self.block + self.experts) + self.ends
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    """Parameters that are whole for the time of their use, and one unit's gradient before it is reduced."""
+    activations: float | None
+    """``None`` when the shape of the model is not known."""
+    on_host: bool
+    """Whether the first three are in host memory (``fsdp.cpu_offload``)."""
+
+    @property
+    def device(self) -> float:
+        """The sum of what is on the accelerator."""
+        kept = 0.0 if self.on_host else self.parameters + self.gradients + self.optimizer
+        return kept + self.gathered + (self.activations or 0.0)
+
+
+def compute_bytes(config: ParallelismConfig) -> int:
+    """Of a number that is computed with: 2 under mixed precision, else 4."""
+    return _FLOAT32 if config.fsdp.mixed_precision is None else 2
+
+
+def share_of(model: Model, at: Topology) -> Share:
+    """The stage with most parameters: ``ceil(layers / pp)`` blocks and the heavier of the ends (both without a pipeline).
+
+    Over ``tp`` matrices are split and norms and routers are not. Experts: ``experts / ep`` whole ones, or all of them with each
+    split over ``tp``.
+    """
+    split = max(at.ep, at.tp)
+    blocks = math.ceil(model.layers / at.pp)
+    shared_experts = model.experts * model.feed_forward
+    dense = model.attention / at.tp + model.whole + (0 if model.experts > 1 else shared_experts / at.tp)
+    experts = shared_experts / split if model.experts > 1 else 0.0
+    norm = model.hidden
+    ends = (model.embedding / at.tp, (model.head - norm) / at.tp + norm)
+    return Share(blocks, dense, experts, sum(ends) if at.pp == 1 else max(ends))
+
+
+def memory_of(model: Model | int, at: Topology, config: ParallelismConfig) -> Memory:
+    """What the fullest rank needs.
+
+    Args:
+        model: The model, or only its number of parameters: then they are taken to divide evenly over pp, tp and fsdp.
+        at: The layout.
+        config: Policies: precision, resharding, offload, recomputation, schedule, inference.
+    """
+    if isinstance(model, int):
+        held, whole, active = model / (at.pp * at.tp * at.fsdp), 0.0, None
+    else:
+        share = share_of(model, at)
+        # Experts are sharded over efsdp = fsdp * tp / ep ranks.
+        over = at.efsdp if at.ep > 1 else at.fsdp
+        held = (share.blocks * share.block + share.ends) / at.fsdp + share.blocks * share.experts / over
+        whole = gathered(share, at, config)
+        active = 0.0 if config.inference else activations(model, at, config)
+    trained = 0 if config.inference else 1
+    return Memory(
+        _FLOAT32 * held, trained * _FLOAT32 * held, trained * _ADAM * held, whole, active, on_host=config.fsdp.cpu_offload
+    )
+
+
+def gathered(share: Share, at: Topology, config: ParallelismConfig) -> float:
+    """Bytes of parameters that are whole while they are used, and of one unit's gradient.
+
+    The root stays whole (FSDP2 does not free it after forward). Of blocks two are whole, the one in use and the one that is
+    fetched meanwhile (Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277, section 3.3.2); all of them without
+    ``reshard_after_forward``. Nothing of it when nothing is sharded and nothing cast.
+    """
+    if at.fsdp == 1 and config.fsdp.mixed_precision is None:
+        return 0.0
+    unit = share.block + share.experts
+    whole = min(2, share.blocks) if config.fsdp.reshard_after_forward else share.blocks
+    gradient = 0.0 if config.inference else _FLOAT32 * max(unit, share.ends)
+    return compute_bytes(config) * (whole * unit + share.ends) + gradient
+
+
+def activations(model: Model, at: Topology, config: ParallelismConfig) -> float:
+    """Bytes kept for backward by the fullest rank.
+
+    Korthikanti et al. 2022 (arXiv 2205.05198, section 4), with the width of the feed-forward part and the key/value heads as
+    they are, no dropout, and attention that keeps no scores (Dao et al. 2022, arXiv 2205.14135). Numbers for each token:
+
+    * not split by tp, unless the sequence is: the inputs of both norms and of both halves, ``4 * hidden``;
+    * split by tp: queries and attention's result, ``2 * hidden``; keys and values, ``2 * kv_heads * head_dim``; inside the
+      feed-forward part ``4 * ffn`` if gated (gate, its activation, up, their product), else ``2 * ffn``.
+
+    With ``ffn = 4 * hidden``, ungated, that is the paper's ``34 * hidden`` bytes less 2 for masks of dropout. With experts the
+    input and the inside of the feed-forward part count ``top_k`` times. A block that is recomputed keeps its input, ``hidden``,
+    and one such block at a time has everything. The last stage has float32 logits, ``4 * vocab`` bytes (section 4.3).
+    """
+    tokens, size = model.tokens / at.cp, compute_bytes(config)
+    per_block = _kept_by_block(model, at, config) * tokens * size
+    blocks = math.ceil(model.layers / at.pp)
+    recomputed = _recomputed(config, blocks)
+    of_input = model.hidden * tokens * size
+    one = (blocks - recomputed) * per_block + recomputed * of_input
+    working = per_block - of_input if recomputed else 0.0
+    logits = 4.0 * model.vocab * tokens
+    if at.pp == 1:
+        return one + working + logits
+    count = microbatches_of(config.pipeline, at.pp)
+    first = in_flight(config.pipeline.schedule.name, at.pp, count) * one + working
+    # The last stage of 1F1B has one micro-batch in flight, that of GPipe all.
+    last = (count if config.pipeline.schedule.name in ("GPipe", "LoopedBFS") else 1) * (one + logits) + working
+    return max(first, last)
+
+
+def _kept_by_block(model: Model, at: Topology, config: ParallelismConfig) -> float:
+    """Numbers that one block keeps for each token of this rank."""
+    times = model.top_k if model.experts > 1 else 1
+    between = 3 * model.hidden + times * model.hidden
+    inside = 2 * model.hidden + 2 * model.kv_heads * model.head_dim
+    feed_forward = times * (4 if model.gated else 2) * model.ffn
+    split = at.tp if config.enable_sequence_parallel else 1
+    return between / split + (inside + feed_forward) / at.tp
+
+
+def _recomputed(config: ParallelismConfig, blocks: int) -> int:
+    chosen = config.activation_checkpointing
+    if chosen == "none":
+        return 0
+    return blocks if chosen == "full" else blocks // int(chosen)

@@ -1,0 +1,175 @@
+"""A report for people: sections with aligned columns, through rich where that is installed and wanted."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..topology import BASE_AXES
+
+__all__ = ["Table", "print_rich", "show", "tables"]
+
+_MOST_ROWS = 32
+
+
+@dataclass(frozen=True)
+class Table:
+    """A section: a title, a head and rows of words."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def tables(report: dict[str, Any]) -> list[Table]:
+    """The sections of a report, the warnings excepted."""
+    rank = report["rank"]["rank"]
+    return [
+        _grid(report),
+        Table(
+            f"axes of rank {rank} (node {report['rank']['node']}, reads share {report['rank']['dp_rank']} of the batches)",
+            ("axis", "size", "ranks", "nodes", "all groups"),
+            [
+                (
+                    e["axis"],
+                    str(e["size"]),
+                    spell(e["ranks"]),
+                    spell(e["nodes"]),
+                    "inside a node" if e["inside_nodes"] else "cross nodes",
+                )
+                for e in report["axes"]
+            ],
+        ),
+        Table(
+            f"communicators of rank {rank}",
+            ("axes", "ranks", "group", "of them in the world"),
+            [(_shorten(e["axes"]), spell(e["ranks"]), e["kind"], f"{e['in_world']:,}") for e in report["communicators"]],
+        ),
+        Table(
+            "gradients",
+            ("of", "operation", "over", "ranks"),
+            [(e["of"], e["operation"], e["axis"], f"{e['size']:,}") for e in report["gradients"]]
+            or [("nothing is reduced", "", "", "")],
+        ),
+        *(_price_tables(report["price"], rank) if "price" in report else []),
+    ]
+
+
+def warnings_in(report: dict[str, Any]) -> list[str]:
+    """Those of the layout and those of the model on it."""
+    return [*report["warnings"], *report.get("price", {}).get("warnings", [])]
+
+
+def _price_tables(price: dict[str, Any], rank: int) -> list[Table]:
+    memory, moved = price["memory"], price["traffic"]
+    kept = [(name, memory[name], " (host)" if memory["on_host"] else "") for name in ("parameters", "gradients", "optimizer")]
+    rows = [
+        *kept,
+        ("gathered", memory["gathered"], ""),
+        ("activations", memory["activations"], ""),
+        ("total", memory["device"], ""),
+    ]
+    sizes = [(f"{name}{where}", "unknown" if size is None else f"{size / 1e9:,.3f}") for name, size, where in rows]
+    found = [Table(f"memory of the fullest rank, {price['params']:,} parameters", ("what", "GB"), sizes)]
+    if moved is not None:
+        found.append(
+            Table(
+                f"sent by rank {rank} in a step, {1e3 * price['seconds']:,.3f} ms if nothing overlaps",
+                ("axis", "operation", "what", "count", "MB", "ms"),
+                [
+                    (
+                        e["axis"],
+                        e["operation"],
+                        e["what"],
+                        f"{e['count']:,.0f}",
+                        f"{e['bytes'] / 1e6:,.3f}",
+                        f"{1e3 * e['seconds']:,.3f}",
+                    )
+                    for e in moved
+                ]
+                or [("nothing is sent", "", "", "", "", "")],
+            )
+        )
+    if price["pipeline"] is not None:
+        idle = price["pipeline"]["bubble"]
+        share = "no formula" if idle is None else f"{100 * idle:.1f} % of the time that computing takes"
+        row = (price["pipeline"]["schedule"], str(price["pipeline"]["microbatches"]), share)
+        found.append(Table("pipeline", ("schedule", "micro-batches", "bubble"), [row]))
+    return found
+
+
+def show(report: dict[str, Any]) -> str:
+    """The whole report as plain text, without a line end at its end."""
+    parts = [headline(report)]
+    parts += ["\n".join([table.title, *_align([table.head, *table.rows])]) for table in tables(report)]
+    parts.append("\n".join(f"warning: {text}" for text in warnings_in(report)) or "no warnings")
+    return "\n\n".join(parts)
+
+
+def print_rich(report: dict[str, Any]) -> None:
+    """The report through rich: on a terminal in colour and as wide as that is.
+
+    Raises:
+        ImportError: rich is not installed.
+    """
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    console = Console(file=sys.stdout, highlight=False)
+    console.print(Text(headline(report), style="bold"))
+    for table in tables(report):
+        shown = RichTable(title=Text(table.title), title_justify="left", title_style="")
+        for name in table.head:
+            shown.add_column(name)
+        for row in table.rows:
+            shown.add_row(*map(Text, row))
+        console.print(shown)
+    for text in warnings_in(report):
+        console.print(Text(f"warning: {text}", style="yellow"))
+    if not warnings_in(report):
+        console.print(Text("no warnings", style="green"))
+
+
+def headline(report: dict[str, Any]) -> str:
+    """The degrees that are not 1, and where they run."""
+    degrees, machine = report["degrees"], report["machine"]
+    factors = " * ".join(f"{axis}={degrees[axis]}" for axis in BASE_AXES if degrees[axis] > 1) or "1"
+    experts = f", ep={degrees['ep']} efsdp={degrees['efsdp']}" if degrees["ep"] > 1 else ""
+    return f"{factors} = {report['world_size']:,} rank(s){experts} on {machine['nodes']} node(s) of {machine['per_node']}"
+
+
+def spell(runs: Sequence[Sequence[int]]) -> str:
+    """``[[0, 7, 1], [16, 64, 16]]`` as ``0-7, 16-64 by 16``."""
+    words: list[str] = []
+    for first, last, step in runs:
+        if first == last:
+            words.append(str(first))
+        elif last == first + step:
+            words.append(f"{first}, {last}")
+        else:
+            words.append(f"{first}-{last}" + (f" by {step}" if step > 1 else ""))
+    return ", ".join(words) if len(words) <= 6 else f"{', '.join(words[:5])}, ... {words[-1]}"
+
+
+def _shorten(axes: Sequence[str]) -> str:
+    return ", ".join(axes) if axes else "(the whole world)"
+
+
+def _grid(report: dict[str, Any]) -> Table:
+    outer = list(report["grid"][0]["at"])
+    inner = next((axis for axis in reversed(BASE_AXES) if report["degrees"][axis] > 1), "rank")
+    rows = [(*(str(row["at"][axis]) for axis in outer), _range(row["ranks"]), _range(row["nodes"])) for row in report["grid"]]
+    if len(rows) > _MOST_ROWS:
+        left = f"... {len(rows) - _MOST_ROWS:,} more"
+        rows = [*rows[: _MOST_ROWS - 1], (*("..." for _ in outer), left, "..."), rows[-1]]
+    return Table("ranks", (*outer, f"along {inner}", "node"), rows)
+
+
+def _range(ends: Sequence[int]) -> str:
+    return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}-{ends[1]}"
+
+
+def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
