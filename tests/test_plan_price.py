@@ -131,7 +131,7 @@ def test_activations_are_those_of_the_paper() -> None:
 
 
 def test_activations_of_a_pipeline() -> None:
-    """SMALL: 4*8 + 2*8 + 2*4*... a token keeps 32 + 16 + 8 + 64 = 120 numbers a block, 480 bytes; 32 tokens, 2 blocks a stage."""
+    """A token keeps 32 + 16 + 8 + 64 = 120 numbers a block, 4 bytes each; 32 tokens, two blocks a stage, two in flight."""
     of, stage, logits = model(**SMALL), 2 * 120 * 4 * 32, 4 * 32 * 32
     assert activations(of, Topology(pp=2), ParallelismConfig()) == 2 * stage
     gpipe = ParallelismConfig(pipeline=PipelineConfig(schedule=PipelineSchedule.GPipe, microbatches=8))

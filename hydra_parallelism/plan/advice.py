@@ -92,6 +92,6 @@ def _unused(case: Case) -> Iterator[str]:
     idle = machine.accelerators - used
     if idle > 0 and (case.states_nodes or machine.nodes > 1):
         yield (
-            f"{idle} of world.nodes={machine.nodes} * world.per_node={machine.per_node} = {machine.accelerators} accelerators are "
-            f"unused: the degrees multiply to {used}; a job started on all of them would be refused"
+            f"{idle} of world.nodes={machine.nodes} * world.per_node={machine.per_node} = {machine.accelerators} accelerators "
+            f"are unused: the degrees multiply to {used}; a job started on all of them would be refused"
         )

@@ -64,18 +64,26 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--of", type=int, default=0, metavar="RANK", help="whose groups to list (default: %(default)s)")
     plan.add_argument("--config-dir", metavar="DIR", help="a folder with more configs, e.g. parallelism/mine.yaml")
     plan.add_argument(
-        "--format", choices=("rich", "text", "json"), help="default: rich on a terminal if it is installed, else text"
+        "--format", choices=("rich", "text", "json", "svg"), help="default: rich on a terminal if it is installed, else text"
     )
+    plan.add_argument("--colour", metavar="AXIS", help="of --format svg: the axis that cells are coloured by (default: fsdp)")
     return parser
 
 
 def _plan(parsed: argparse.Namespace, overrides: list[str]) -> None:
+    from ..errors import ConfigurationError
     from .composition import compose, model_of, resolve_case
+    from .drawing import draw
     from .price import price
     from .report import report
 
+    if parsed.colour and parsed.format != "svg":
+        raise ConfigurationError(f"--colour {parsed.colour} is for pictures\n  try: --format svg --colour {parsed.colour}")
     config = compose(overrides, parsed.config_dir)
     case, model = resolve_case(config), model_of(config)
+    if parsed.format == "svg":
+        sys.stdout.write(draw(case, parsed.colour or "fsdp"))
+        return
     facts = report(case, parsed.of)
     if model is not None:
         facts["price"] = price(case, model, parsed.of)
@@ -87,15 +95,7 @@ def _print(facts: dict[str, Any], kind: str | None) -> None:
 
     if kind == "json":
         sys.stdout.write(f"{json.dumps(facts, indent=2)}\n")
-        return
-    if kind == "rich" or (kind is None and sys.stdout.isatty()):
-        try:
-            return text.print_rich(facts)
-        except ImportError:
-            if kind == "rich":
-                from ..errors import ConfigurationError
-
-                raise ConfigurationError(
-                    "--format rich: rich is not installed\n  try: --format text, or pip install rich"
-                ) from None
-    sys.stdout.write(f"{text.show(facts)}\n")
+    elif kind == "rich" or (kind is None and sys.stdout.isatty() and text.has_rich()):
+        text.print_rich(facts)
+    else:
+        sys.stdout.write(f"{text.show(facts)}\n")

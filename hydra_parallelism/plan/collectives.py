@@ -1,7 +1,7 @@
 """What a collective costs in the alpha-beta model: a message of ``n`` bytes takes ``latency + n / bandwidth``. Pure.
 
-Rings and pairwise exchange (Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH",
-IJHPCA 19(1), sections 4 and 5), the algorithms that move the fewest bytes. ``p`` ranks; bytes are those that one rank sends.
+Rings and pairwise exchange (Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in
+MPICH", IJHPCA 19(1)), the algorithms that move the fewest bytes. ``p`` ranks; bytes are those that one rank sends.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Cost:
     seconds: float
 
     def times(self, count: float) -> "Cost":
-        """This many of it, one after the other."""
+        """So many of it, one after the other."""
         return Cost(count * self.wire_bytes, count * self.seconds)
 
 

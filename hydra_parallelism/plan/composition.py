@@ -1,6 +1,6 @@
 """From overrides to a :class:`Case`: composed by Hydra, resolved for the machine that the overrides describe.
 
-The config has three nodes: ``parallelism`` as in every app, ``world`` (the machine, presets as ``world=dgx_h100``) and ``model``.
+The config has three nodes: ``parallelism`` as in every app, ``world`` (the machine, presets as ``world=dgx_h100``), ``model``.
 """
 
 from collections.abc import Sequence

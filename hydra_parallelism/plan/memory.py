@@ -1,7 +1,7 @@
 """Bytes of the fullest rank, by formula. Pure.
 
-``parallelize`` keeps parameters, gradients and Adam's two moments in float32: ``4 + 4 + 8`` bytes for each parameter that a rank
-holds (Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054, section 3.1, with float32 in place of its mixed precision).
+``parallelize`` keeps parameters, gradients and Adam's two moments in float32: ``4 + 4 + 8`` bytes for each parameter that a
+rank holds (Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054, section 3.1, with float32 in place of its mixed precision).
 """
 
 import math

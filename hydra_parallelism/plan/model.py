@@ -1,7 +1,7 @@
 """A model as numbers: the ``model`` node of a plan, and how many parameters such a model has.
 
-The shape is that of a decoder as Llama (Touvron et al. 2023, arXiv 2302.13971) and Mixtral (Jiang et al. 2024, arXiv 2401.04088)
-have it: no biases, two norms to a block and one after the last, grouped-query attention.
+The shape is that of a decoder as Llama (Touvron et al. 2023, arXiv 2302.13971) and Mixtral (Jiang et al. 2024, arXiv
+2401.04088) have it: no biases, two norms to a block and one after the last, grouped-query attention.
 """
 
 from dataclasses import dataclass

@@ -6,7 +6,7 @@ from .composition import Case
 from .memory import Memory, memory_of
 from .model import Model
 from .schedules import bubble, microbatches_of
-from .traffic import traffic
+from .traffic import Transfer, traffic
 
 __all__ = ["price"]
 
@@ -19,10 +19,7 @@ def price(case: Case, model: Model | int, rank: int) -> dict[str, Any]:
         of it one after the other, ``pipeline`` (``None`` without one), ``warnings``.
     """
     memory = memory_of(model, case.topology, case.config)
-    moved = None if isinstance(model, int) else [
-        {"axis": e.axis, "operation": e.operation, "what": e.what, "count": e.count, "bytes": e.cost.wire_bytes, "seconds": e.cost.seconds}
-        for e in traffic(case, model, rank)
-    ]  # fmt: skip
+    moved = None if isinstance(model, int) else [_told(each) for each in traffic(case, model, rank)]
     return {
         "params": model if isinstance(model, int) else model.params,
         "memory": {**vars(memory), "device": memory.device},
@@ -31,6 +28,11 @@ def price(case: Case, model: Model | int, rank: int) -> dict[str, Any]:
         "pipeline": _pipeline(case),
         "warnings": _too_much(case, memory),
     }
+
+
+def _told(moved: Transfer) -> dict[str, Any]:
+    row = {name: value for name, value in vars(moved).items() if name != "cost"}
+    return {**row, "bytes": moved.cost.wire_bytes, "seconds": moved.cost.seconds}
 
 
 def _pipeline(case: Case) -> dict[str, Any] | None:

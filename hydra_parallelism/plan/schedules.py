@@ -40,7 +40,8 @@ def bubble(schedule: str, p: int, m: int) -> float | None:
     """Idle time as a share of the time that computing takes.
 
     ``(p - 1) / m`` for GPipe and 1F1B, ``(p - 1) / (v * m)`` with ``v=2`` stages on a rank (Narayanan et al. 2021, arXiv
-    2104.04473, sections 2.2.1 and 2.2.2). ``None`` for schedules that split backward: theirs depends on how long the parts take.
+    2104.04473, sections 2.2.1 and 2.2.2). ``None`` for schedules that split backward: there it depends on
+    how long the parts take.
     """
     if schedule in _ONE_STAGE:
         return (p - 1) / m

@@ -1,13 +1,15 @@
 """A report for people: sections with aligned columns, through rich where that is installed and wanted."""
 
+import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import ConfigurationError
 from ..topology import BASE_AXES
 
-__all__ = ["Table", "print_rich", "show", "tables"]
+__all__ = ["Table", "has_rich", "print_rich", "show", "tables"]
 
 _MOST_ROWS = 32
 
@@ -18,7 +20,7 @@ class Table:
 
     title: str
     head: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
@@ -106,12 +108,19 @@ def show(report: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def has_rich() -> bool:
+    """Whether rich is installed."""
+    return importlib.util.find_spec("rich") is not None
+
+
 def print_rich(report: dict[str, Any]) -> None:
     """The report through rich: on a terminal in colour and as wide as that is.
 
     Raises:
-        ImportError: rich is not installed.
+        ConfigurationError: rich is not installed.
     """
+    if not has_rich():
+        raise ConfigurationError("--format rich: rich is not installed\n  try: --format text, or pip install rich")
     from rich.console import Console
     from rich.table import Table as RichTable
     from rich.text import Text

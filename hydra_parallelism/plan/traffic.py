@@ -31,6 +31,19 @@ class Transfer:
     """Of all of them, for one rank."""
 
 
+@dataclass(frozen=True)
+class _Unit:
+    """FSDP units that are alike."""
+
+    params: float
+    """Of one of them, gathered."""
+    count: int
+    axis: str
+    """Over which it is sharded."""
+    freed: bool
+    """Whether it is gathered anew for each use."""
+
+
 def traffic(case: Case, model: Model, rank: int) -> list[Transfer]:
     """What a rank sends in a step of training (of a forward pass under ``inference``), axes outermost first."""
     return list(_Step(case, model, rank).transfers())
@@ -72,30 +85,31 @@ class _Step:
         """The shards of the gradients, float32, unit by unit (Zhao et al. 2023, arXiv 2304.11277, section 3.2.2)."""
         if self.config.inference:
             return
-        for size, count in self._units(self.at.fsdp, self.at.efsdp):
-            one = collectives.all_reduce(4 * size, self.at.dp_replicate, self._link("dp_replicate"))
-            yield self._repeated("dp_replicate", "all-reduce", "gradients", count, one)
+        for unit in self._units():
+            of_shard = 4 * unit.params / self.at.size(unit.axis)
+            one = collectives.all_reduce(of_shard, self.at.dp_replicate, self._link("dp_replicate"))
+            yield self._repeated("dp_replicate", "all-reduce", "gradients", unit.count, one)
 
-    def _units(self, over: int, experts_over: int) -> Iterator[tuple[float, int]]:
-        """Parameters of an FSDP unit on one rank, and how many such units there are: blocks, the root, experts under ep."""
+    def _units(self) -> Iterator[_Unit]:
         share, apart = self.share, self.at.ep > 1
-        yield (share.block + (0 if apart else share.experts)) / over, share.blocks
-        yield share.ends / over, 1
+        yield _Unit(share.block + (0 if apart else share.experts), share.blocks, "fsdp", self.config.fsdp.reshard_after_forward)
+        yield _Unit(share.ends, 1, "fsdp", False)  # FSDP2 does not free the root after forward
         if apart and share.experts:
-            yield share.experts / experts_over, share.blocks
+            yield _Unit(share.experts, share.blocks, "efsdp", self.config.fsdp.reshard_after_forward)
 
     def _shards(self) -> Iterator[Transfer]:
         """Parameters gathered in the computing dtype, gradients reduced in float32 (Zhao et al. 2023, section 3.2.1).
 
-        Blocks that are freed after forward are gathered again for backward; in a pipeline, for each micro-batch.
+        Units that are freed after forward are gathered again for backward; in a pipeline, for each micro-batch.
         """
-        again = self.config.fsdp.reshard_after_forward
-        for (size, count), axis in zip(self._units(1, 1), ("fsdp", "fsdp", "efsdp"), strict=False):
-            p, link = self.at.size(axis), self._link(axis)
-            gathers = count * (self.passes * self.count if again and size != self.share.ends else 1)
-            yield self._repeated(axis, "all-gather", "parameters", gathers, collectives.all_gather(self.size * size, p, link))
+        for unit in self._units():
+            p, link = self.at.size(unit.axis), self._link(unit.axis)
+            gathers = unit.count * (self.passes * self.count if unit.freed else 1)
+            one = collectives.all_gather(self.size * unit.params, p, link)
+            yield self._repeated(unit.axis, "all-gather", "parameters", gathers, one)
             if not self.config.inference:
-                yield self._repeated(axis, "reduce-scatter", "gradients", count, collectives.reduce_scatter(4 * size, p, link))
+                one = collectives.reduce_scatter(4 * unit.params, p, link)
+                yield self._repeated(unit.axis, "reduce-scatter", "gradients", unit.count, one)
 
     def _kv_heads(self) -> float:
         """Key/value heads of a tp rank; ulysses repeats them until each of its ranks has one."""
@@ -121,9 +135,10 @@ class _Step:
             yield self._repeated("ulysses", "all-to-all", what, 2 * self.passes * self.share.blocks * self.count, one)
 
     def _tp(self) -> Iterator[Transfer]:
-        """Two all-reduces of the activations in a block forward, two backward (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+        """Two all-reduces of activations in a block forward, two backward (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 
-        Under sequence parallelism each is an all-gather and a reduce-scatter of as many bytes (arXiv 2205.05198, section 4.2.2).
+        Under sequence parallelism each is an all-gather and a reduce-scatter of as many bytes (arXiv 2205.05198, section
+        4.2.2).
         Where tokens go to experts on other ranks, the feed-forward part has none.
         """
         halves = 1 if self.at.ep > 1 and self.config.enable_sequence_parallel else 2
