@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("overrides", nargs="*", help="as on the command line of an app: parallelism..., world..., model...")
     plan.add_argument("--of", type=int, default=0, metavar="RANK", help="whose groups to list (default: %(default)s)")
     plan.add_argument("--config-dir", metavar="DIR", help="a folder with more configs, e.g. parallelism/mine.yaml")
+    plan.add_argument("--config-name", metavar="NAME", help="the app's primary config in that folder, e.g. config")
     plan.add_argument(
         "--format", choices=("rich", "text", "json", "svg"), help="default: rich on a terminal if it is installed, else text"
     )
@@ -79,8 +80,8 @@ def _plan(parsed: argparse.Namespace, overrides: list[str]) -> None:
 
     if parsed.colour and parsed.format != "svg":
         raise ConfigurationError(f"--colour {parsed.colour} is for pictures\n  try: --format svg --colour {parsed.colour}")
-    config = compose(overrides, parsed.config_dir)
-    case, model = resolve_case(config), model_of(config)
+    composed = compose(overrides, parsed.config_dir, parsed.config_name)
+    case, model = resolve_case(composed), model_of(composed)
     if parsed.format == "svg":
         sys.stdout.write(draw(case, parsed.colour or "fsdp"))
         return
