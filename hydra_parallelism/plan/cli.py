@@ -58,7 +58,8 @@ def _told(error: BaseException) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("hydra-parallelism", description="Look at layouts of processes before they run.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    # Given a name, it need not make a formatter to ask for one, which imports much.
+    commands = parser.add_subparsers(dest="command", required=True, prog="hydra-parallelism")
     plan = commands.add_parser("plan", description=_PLAN, formatter_class=argparse.RawDescriptionHelpFormatter)
     plan.add_argument("overrides", nargs="*", help="as on the command line of an app: parallelism..., world..., model...")
     plan.add_argument("--of", type=int, default=0, metavar="RANK", help="whose groups to list (default: %(default)s)")
@@ -74,8 +75,6 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(parsed: argparse.Namespace, overrides: list[str]) -> None:
     from ..errors import ConfigurationError
     from .composition import compose, model_of, resolve_case
-    from .drawing import draw
-    from .price import price
     from .report import report
 
     if parsed.colour and parsed.format != "svg":
@@ -83,10 +82,14 @@ def _plan(parsed: argparse.Namespace, overrides: list[str]) -> None:
     composed = compose(overrides, parsed.config_dir, parsed.config_name)
     case, model = resolve_case(composed), model_of(composed)
     if parsed.format == "svg":
+        from .drawing import draw
+
         sys.stdout.write(draw(case, parsed.colour or "fsdp"))
         return
     facts = report(case, parsed.of)
     if model is not None:
+        from .price import price
+
         facts["price"] = price(case, model, parsed.of)
     _print(facts, parsed.format)
 
