@@ -23,6 +23,7 @@ __all__ = [
     "enter",
     "is_cluster",
     "is_ours",
+    "may_start",
     "node_of",
     "options_of",
     "place",
@@ -40,7 +41,7 @@ def enter(config: DictConfig, node: Any, key: str) -> None:
         ConfigurationError, LaunchError: They cannot be started.
     """
     world = world_module.read()
-    if _may_start(world):
+    if may_start(world):
         if is_ours(config):
             target = planned(config, node, key)
             if target.size > 1:
@@ -57,7 +58,7 @@ def enter(config: DictConfig, node: Any, key: str) -> None:
         run_folder.agree(config, world, store, timeout)
 
 
-def _may_start(world: World | None) -> bool:
+def may_start(world: World | None) -> bool:
     """Nobody launched this process, or Slurm launched it alone: ``srun -n 1 --gpus 8`` leaves the rest to the task."""
     return world is None or (world.launcher is Launcher.slurm and world.size == 1)
 

@@ -86,7 +86,7 @@ def _plan(parsed: argparse.Namespace, overrides: list[str]) -> None:
 
         sys.stdout.write(draw(case, parsed.colour or "fsdp"))
         return
-    facts = report(case, parsed.of)
+    facts = report(case, parsed.of, whole=parsed.format == "json")
     if model is not None:
         from .price import price
 
@@ -99,7 +99,9 @@ def _print(facts: dict[str, Any], kind: str | None) -> None:
 
     if kind == "json":
         sys.stdout.write(f"{json.dumps(facts, indent=2)}\n")
-    elif kind == "rich" or (kind is None and sys.stdout.isatty() and text.has_rich()):
+    elif kind == "rich":
         text.print_rich(facts)
-    else:
+    elif kind == "text":
         sys.stdout.write(f"{text.show(facts)}\n")
+    else:
+        text.write(facts)

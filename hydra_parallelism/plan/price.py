@@ -15,12 +15,17 @@ def price(case: Case, model: Model | int, rank: int) -> dict[str, Any]:
     """Price a case for a model.
 
     Returns:
-        ``params``, ``memory`` (bytes), ``traffic`` (``None`` when only the number of parameters is known), ``seconds`` of all
+        ``machine`` (memory and links), ``params``, ``memory`` (bytes), ``traffic`` (``None`` when only the number of parameters is known), ``seconds`` of all
         of it one after the other, ``pipeline`` (``None`` without one), ``warnings``.
     """
     memory = memory_of(model, case.topology, case.config)
     moved = None if isinstance(model, int) else [_told(each) for each in traffic(case, model, rank)]
     return {
+        "machine": {
+            "memory_bytes": case.machine.memory,
+            "intra": vars(case.machine.intra),
+            "inter": vars(case.machine.inter),
+        },
         "params": model if isinstance(model, int) else model.params,
         "memory": {**vars(memory), "device": memory.device},
         "traffic": moved,
