@@ -50,11 +50,13 @@ class ParallelismCallback(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Before a plain run makes its folder: say what it would be, start its processes, or agree with them on the folder."""
-        from . import dry_run, run_mode
+        from . import run_mode
 
         try:
             node = self._select(config)
-            if dry_run.is_wanted(config):
+            if run_mode.is_dry(config):
+                from . import dry_run
+
                 dry_run.tell(config)
                 raise SystemExit(0)
             run_mode.enter(config, node, self.node)
@@ -63,11 +65,13 @@ class ParallelismCallback(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuse a sweep in each of several launched processes, and a dry run of jobs that somebody else starts."""
-        from . import dry_run, run_mode
+        from . import run_mode
 
         try:
             run_mode.refuse_sweep()
-            if dry_run.is_wanted(config):
+            if run_mode.is_dry(config):
+                from . import dry_run
+
                 dry_run.refuse_sweep(config)
         except Exception as error:  # noqa: BLE001
             self._leave(error)

@@ -10,25 +10,17 @@ from omegaconf import DictConfig, OmegaConf
 from . import _answers, interpolations, launch, run_mode
 from . import world as world_module
 from ._equation import read_degrees
-from .constraints import read_switch
 from .errors import ConfigurationError
 from .plan import text
-from .plan.composition import Case, case_of
+from .plan.case import Case, case_of
 from .plan.machine import MachineConfig
 from .plan.report import report
 from .world import World
 
-__all__ = ["case_on", "check_sweep", "describe", "is_wanted", "refuse_sweep", "tell", "write"]
+__all__ = ["check_sweep", "describe", "refuse_sweep", "show", "tell", "write"]
 
-FILE = "parallelism.txt"
 _SWEEPERS = ("hydra._internal.core_plugins.basic_sweeper.", "hydra_plugins.hydra_parallelism.")
 """Sweepers that need no results: others choose the next job by those of the last."""
-
-
-def is_wanted(config: DictConfig) -> bool:
-    """Whether a config asks for a dry run."""
-    node, _ = run_mode.node_of(config)
-    return node is not None and read_switch(node, "dry_run")
 
 
 def tell(config: DictConfig) -> None:
@@ -55,17 +47,8 @@ def describe(config: DictConfig) -> tuple[Case, str]:
     world = _world(config, node, key)
     with _answers.planned(world):
         interpolations.check(config)
-        case = case_on(node, world, key)
+        case = case_of(node, world, MachineConfig(nodes=world.nnodes, per_node=world.local_size), key=key)
     return case, f"dry run, nothing is started: {world.source()}"
-
-
-def case_on(node: Any, world: World, key: str) -> Case:
-    """The case of a parallelism node on processes that are there or would be: nodes are what their numbers say.
-
-    Raises:
-        ConfigurationError: The config does not fit the world.
-    """
-    return case_of(node, world, MachineConfig(nodes=world.nnodes, per_node=world.local_size), key=key)
 
 
 def refuse_sweep(config: DictConfig) -> None:
@@ -93,15 +76,22 @@ def check_sweep(config: DictConfig, key: str) -> None:
     Raises:
         ConfigurationError: With the override for all of them.
     """
-    if not is_wanted(config):
-        raise ConfigurationError(f"{key}.dry_run is for a sweep as a whole, not for some of its jobs\n  try: {key}.dry_run=true")
+    if not run_mode.is_dry(config):
+        raise ConfigurationError(
+            f"{key}.dry_run is for a sweep as a whole, not for some of its jobs\n  try: {key}.dry_run=true"
+        )
+
+
+def show(case: Case) -> str:
+    """The report of rank 0 as plain text."""
+    return text.show(report(case, 0))
 
 
 def write(case: Case, folder: Path) -> str:
     """The report of rank 0, also left in a file in ``folder``."""
-    said = text.show(report(case, 0))
+    said = show(case)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / FILE).write_text(f"{said}\n")
+    (folder / "parallelism.txt").write_text(f"{said}\n")
     return said
 
 

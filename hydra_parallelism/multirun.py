@@ -13,20 +13,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from . import dry_run, interpolations, memory, run_mode, worker
+from . import interpolations, memory, run_mode, worker
 from . import launch as launching
 from .errors import ConfigurationError, LaunchError
 from .failures import message_of, tell
 from .logs import console_ranks
-from .plan.composition import Case
 from .slots import Slots
 from .topology import Topology, resolve
+
+if TYPE_CHECKING:
+    from .plan.case import Case
 
 __all__ = ["Watch", "headline", "launch"]
 
@@ -55,7 +57,7 @@ class _Job:
     console: set[int] = field(default_factory=lambda: {0})
     folder: Path = field(default_factory=Path)
     sent: worker.SentJob | None = None
-    case: Case | None = None
+    case: "Case | None" = None
     """Of a dry run, which is told and not run."""
     said: str = ""
     """Where the number of its processes comes from."""
@@ -116,7 +118,7 @@ def launch(
             "  try: hydra/launcher=submitit_slurm for jobs on several nodes"
         )
     Path(str(config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
-    is_dry = dry_run.is_wanted(config)
+    is_dry = run_mode.is_dry(config)
     if not is_dry:
         launching.start_server(options)
     jobs = [_prepare(loader, config, list(each), number) for each, number in zip(job_overrides, numbers, strict=True)]
@@ -145,7 +147,9 @@ def _prepare(loader: ConfigLoader, config: DictConfig, overrides: list[str], num
         job.config = _compose(loader, config, overrides, number)
         job.folder = Path(job.config.hydra.sweep.dir) / job.config.hydra.sweep.subdir
         node, key = run_mode.node_of(job.config)
-        if dry_run.is_wanted(job.config):
+        if run_mode.is_dry(job.config):
+            from . import dry_run
+
             dry_run.check_sweep(config, key)
             job.case, job.said = dry_run.describe(job.config)
             return job
@@ -183,6 +187,8 @@ def _compose(loader: ConfigLoader, config: DictConfig, overrides: list[str], num
 
 def _tell(job: _Job) -> JobReturn:
     """The report of a dry run, also left in the job's folder."""
+    from . import dry_run
+
     if job.case is not None:
         sys.stdout.write(f"{job.name}\n{job.said}\n{dry_run.write(job.case, job.folder)}\n\n")
     return job.result

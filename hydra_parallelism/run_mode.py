@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from . import launch
 from . import world as world_module
 from ._equation import read_degrees
+from .constraints import read_switch
 from .errors import ConfigurationError, LaunchError
 from .failures import tell
 from .launcher_config import TorchrunConfig
@@ -22,6 +23,7 @@ from .world import Launcher, World
 __all__ = [
     "enter",
     "is_cluster",
+    "is_dry",
     "is_ours",
     "may_start",
     "node_of",
@@ -72,6 +74,12 @@ def node_of(config: DictConfig) -> tuple[Any, str]:
     """The parallelism node of an app's config, ``None`` where there is none, and its dotted path."""
     key = str(OmegaConf.select(config, "hydra.callbacks.parallelism.node") or "parallelism")
     return OmegaConf.select(config, key), key
+
+
+def is_dry(config: DictConfig) -> bool:
+    """Whether a config asks for a report in place of the job (``dry_run``)."""
+    node, _ = node_of(config)
+    return node is not None and read_switch(node, "dry_run")
 
 
 def is_cluster(config: DictConfig) -> bool:

@@ -21,12 +21,10 @@ from hydra.plugins.launcher import Launcher
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from . import dry_run, launch, pictures, run_mode
+from . import launch, pictures, run_mode
 from .constraints import Feasible, feasible, judge, read_constraints
 from .errors import ConfigurationError
 from .outcome import Row, Status
-from .plan import text
-from .plan.report import report
 from .progress import Progress
 from .ranking import table
 from .results import ResultsFile
@@ -64,7 +62,7 @@ def run(
     if run_mode.is_ours(config):
         launch.check(run_mode.options_of(config), run_mode.options_of(config).nnodes)
     plan = make_plan(loader, config, combinations, axes=options.axes, model=model, max_jobs=options.max_jobs)
-    if dry_run.is_wanted(config):
+    if run_mode.is_dry(config):
         _tell(loader, config, plan, options)
         return []
     folder = Path(str(config.hydra.sweep.dir))
@@ -147,12 +145,14 @@ def _number(jobs: list[Candidate], rows: list[Row], *, contiguous: bool) -> None
 
 def _tell(loader: ConfigLoader, config: DictConfig, plan: Plan, options: LayoutsConfig) -> None:
     """What would be run, and the report of each job; no folder is made."""
+    from . import dry_run
+
     _number(plan.runnable, [], contiguous=True)
     _say(describe(plan))
     _refuse_invalid(plan, options)
     for job in plan.runnable:
         case, said = dry_run.describe(loader.load_sweep_config(config, job.overrides))
-        _say(f"\n#{job.number} {job.name}\n{said}\n{text.show(report(case, 0))}")
+        _say(f"\n#{job.number} {job.name}\n{said}\n{dry_run.show(case)}")
 
 
 def _refuse_invalid(plan: Plan, options: LayoutsConfig) -> None:

@@ -1,36 +1,21 @@
-"""What a composed config comes to on its machine: the :class:`Case` that all the rest describes and prices."""
+"""What a composed config comes to on its machine: the :class:`~.case.Case` that all the rest describes and prices."""
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from omegaconf import DictConfig, OmegaConf
 
 from .. import _answers, interpolations
 from .._equation import read_degrees
-from ..config import ParallelismConfig
 from ..errors import ConfigurationError
-from ..topology import Topology, resolve
+from ..topology import resolve
 from ..world import World
-from .machine import Machine, MachineConfig, read_machine
+from .case import Case, case_of
+from .machine import MachineConfig, read_machine
 from .model import Model, ModelConfig, read_model
 from .overrides import Composed, compose
 
-__all__ = ["Case", "case_of", "compose", "model_of", "resolve_case"]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layout on a machine."""
-
-    topology: Topology
-    machine: Machine
-    config: ParallelismConfig
-    """The parallelism node, interpolations resolved."""
-    states_nodes: bool
-    """Whether the user said how many nodes there are, so that empty places on them are worth a word."""
-    key: str = "parallelism"
-    """Dotted path of that node, for messages."""
+__all__ = ["Case", "compose", "model_of", "resolve_case"]
 
 
 def resolve_case(composed: Composed) -> Case:
@@ -48,25 +33,6 @@ def resolve_case(composed: Composed) -> Case:
         if OmegaConf.select(composed.config, "hydra.job") is not None:  # composed by Hydra, perhaps an app's own
             interpolations.check(composed.config)
         return case_of(composed.parallelism, world, machine, key=composed.key)
-
-
-def case_of(node: Any, world: World, machine: MachineConfig, *, key: str = "parallelism") -> Case:
-    """Resolve a parallelism node on a world.
-
-    Args:
-        node: The node: a :class:`~hydra_parallelism.config.ParallelismConfig` or a ``DictConfig``.
-        world: How many ranks there are, and says who.
-        machine: What the nodes are. How many there are follows from the ranks if it does not say.
-        key: Dotted path of the node, for messages.
-
-    Raises:
-        ConfigurationError: The degrees do not fit.
-    """
-    topology = resolve(node, world.size, source=world.source(), key=key)
-    plain = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else node
-    merged = OmegaConf.merge(OmegaConf.structured(ParallelismConfig), plain)
-    read: ParallelismConfig = OmegaConf.to_object(merged)  # type: ignore[assignment]
-    return Case(topology, read_machine(machine, world.size), read, machine.nodes is not None, key)
 
 
 def _follow_launcher(machine: MachineConfig, config: DictConfig) -> tuple[MachineConfig, str]:

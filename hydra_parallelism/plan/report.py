@@ -5,7 +5,7 @@ from typing import Any
 
 from ..topology import BASE_AXES
 from .advice import reductions, warnings_of
-from .composition import Case
+from .case import Case
 from .placement import communicators, place
 
 __all__ = ["report", "runs"]

@@ -47,7 +47,10 @@ def tables(report: dict[str, Any]) -> list[Table]:
         Table(
             f"communicators of rank {rank}; axes with the same ranks share one",
             ("axes", "ranks", "communicator", "in the world"),
-            [(_shorten(e["axes"]), spell(e["ranks"]), _KINDS[e["kind"]], f"{e['in_world']:,}") for e in report["communicators"]],
+            [
+                (_shorten(e["axes"]), spell(e["ranks"]), _KINDS[e["kind"]], f"{e['in_world']:,}")
+                for e in report["communicators"]
+            ],
         ),
         Table(
             "gradients, in the order in which it happens",
