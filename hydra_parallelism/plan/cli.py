@@ -71,10 +71,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--output", metavar="FILE", help="write there: .svg, .html, .json or .txt")
     plan.add_argument(
-        "--colour", metavar="AXIS", help="of pictures: the axis that cells are coloured by (default: the first of fsdp, dp, ... in use)"
+        "--colour",
+        metavar="AXIS",
+        help="of pictures: the axis that cells are coloured by (default: the first of fsdp, dp, ... in use)",
     )
     plan.add_argument(
-        "--by", choices=("group", "index"), help="of pictures: one colour for each group along it (default), or for each index in one"
+        "--by",
+        choices=("group", "index"),
+        help="of pictures: one colour for each group along it (default), or for each index in one",
     )
     return parser
 

@@ -8,8 +8,6 @@ neighbours of the picture if that can be helped.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from ..topology import Topology
-
 __all__ = ["ALONE", "BY", "PALETTE", "kinds", "shades"]
 
 PALETTE = ("#77aadd", "#ee8866", "#eedd88", "#44bb99", "#ffaabb", "#aaaa00", "#99ddff", "#bbcc33", "#dddddd")
@@ -20,17 +18,25 @@ BY = ("group", "index")
 """What one colour may stand for."""
 
 
-def kinds(topology: Topology, axis: str, by: str) -> list[int]:
-    """Of each rank the number of its group along an axis, counted by lowest rank; or its index in that group."""
-    found = [0] * topology.world_size
-    for number, ranks in enumerate(topology.groups(axis)):
+def kinds(groups: Sequence[Sequence[int]], by: str) -> list[int]:
+    """Of each rank the number of its group; or its index in that group.
+
+    Args:
+        groups: All groups along an axis, by lowest rank.
+        by: One of :data:`BY`.
+    """
+    found = [0] * sum(map(len, groups))
+    for number, ranks in enumerate(groups):
         for index, rank in enumerate(ranks):
             found[rank] = number if by == "group" else index
     return found
 
 
 def shades(kinds: Sequence[int], neighbours: Iterable[tuple[int, int]]) -> list[int]:
-    """Of each kind the colour, as an index into :data:`PALETTE`. With as many colours as kinds each has its own.
+    """Of each kind the colour, as an index into :data:`PALETTE`.
+
+    Colours go around; a kind takes the next one that the fewest kinds beside it have. (Greedy colouring of the graph of
+    neighbours. It is not planar, a group lies in many places: rarely, eight are not enough.)
 
     Args:
         kinds: Of each rank.
@@ -46,6 +52,6 @@ def shades(kinds: Sequence[int], neighbours: Iterable[tuple[int, int]]) -> list[
     found: list[int] = []
     for kind in range(count):
         taken = Counter(found[other] for other in beside[kind])
-        found.append(min((taken[(kind + turn) % ALONE], turn) for turn in range(ALONE))[1])
-        found[kind] = (kind + found[kind]) % ALONE
+        in_turn = [(kind + step) % ALONE for step in range(ALONE)]
+        found.append(min(in_turn, key=lambda shade: taken[shade]))
     return found

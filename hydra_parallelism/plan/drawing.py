@@ -1,12 +1,13 @@
 """The picture of a layout: nodes as boxes, ranks as cells, one colour for each group along one axis. SVG, made of plain text.
 
-Cells of up to 2,048 ranks hold the number of the rank, of up to 128 its index along the axis, too. Every cell has a title, which
-viewers show when it is pointed at: the rank and its coordinate. Dark where the viewer is.
+Cells of up to 2,048 ranks hold the number of the rank, of up to 128 its index along the axis, too. Every cell has a title,
+which viewers show when it is pointed at: the rank and its coordinate. Dark where the viewer is.
 """
 
 import math
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from xml.sax.saxutils import escape
 
 from .._equation import FACTORS
@@ -55,11 +56,16 @@ def draw(case: Case, axis: str, by: str = "group") -> str:
     judge(case, axis)
     grid = arrange(case.machine, case.topology.world_size)
     width = max(grid.width, _LEAST)
-    head = [*_wrapped(named(case), width, "word", bold=True), *(w for n in key_lines(case, axis, by) for w in _wrapped(n, width))]
+    head = [
+        *_wrapped(named(case), width, "word", bold=True),
+        *(w for n in key_lines(case, axis, by) for w in _wrapped(n, width)),
+    ]
     swatches = list(_swatches(case, axis, by, width))
     top = _MARGIN + 18 * len(head) + 6
     rows = max((row for row, _, _ in swatches), default=-1) + 1
-    words = [f'<text y="{13 + 18 * line}" font-size="13" {style}>{escape(text)}</text>' for line, (text, style) in enumerate(head)]
+    words = [
+        f'<text y="{13 + 18 * line}" font-size="13" {style}>{escape(text)}</text>' for line, (text, style) in enumerate(head)
+    ]
     full = width + 2 * _MARGIN, top + 22 * rows + 6 + grid.height + _MARGIN
     return "\n".join(
         [
@@ -97,19 +103,18 @@ def judge(case: Case, axis: str) -> None:
 
 def _fewer(case: Case) -> str:
     """Overrides for a layout that fits, the data axes cut first."""
-    at, wanted, changed = case.topology, case.topology.world_size, {}
+    at, smaller = case.topology, case.topology
     for axis in ("dp_replicate", "dp_shard", *BASE_AXES):
-        size = changed.get(axis, at.size(axis))
-        if wanted > _MOST_RANKS and size > 1:
-            at_most = max(1, size * _MOST_RANKS // wanted)
-            changed[axis] = next(n for n in range(at_most, 0, -1) if size % n == 0)
-            wanted = wanted // size * changed[axis]
+        size, ranks = smaller.size(axis), smaller.world_size
+        if ranks > _MOST_RANKS and size > 1:
+            fewer = (replace(smaller, **{axis: n}) for n in range(max(1, size * _MOST_RANKS // ranks), 0, -1) if size % n == 0)
+            smaller = next((one for one in fewer if one.fsdp * one.tp % one.ep == 0), smaller)
     keys = dict(zip(BASE_AXES, FACTORS.values(), strict=True))
-    words = [f"parallelism.{keys[axis]}={size}" for axis, size in changed.items()]
+    words = [f"parallelism.{keys[axis]}={smaller.size(axis)}" for axis in BASE_AXES if smaller.size(axis) != at.size(axis)]
     if case.config.world_size is not None:
-        words.append(f"parallelism.world_size={wanted}")
+        words.append(f"parallelism.world_size={smaller.world_size}")
     if case.states_nodes:
-        words.append(f"world.nodes={math.ceil(wanted / case.machine.per_node)}")
+        words.append(f"world.nodes={math.ceil(smaller.world_size / case.machine.per_node)}")
     return " ".join(words)
 
 
@@ -144,7 +149,8 @@ def key_lines(case: Case, axis: str, by: str) -> list[str]:
 def draw_nodes(case: Case, grid: Grid, axis: str, by: str) -> Iterator[str]:
     """The nodes with their ranks, from the left top corner on."""
     at, per_node = case.topology, grid.per_node
-    kind, index = kinds(at, axis, by), kinds(at, axis, "index")
+    groups = list(at.groups(axis))
+    kind, index = kinds(groups, by), kinds(groups, "index")
     colour = [ALONE] * len(kind) if at.size(axis) == 1 else shades(kind, grid.neighbours(at.world_size))
     for node in range(grid.nodes):
         x, y = grid.node_corner(node)
@@ -173,9 +179,8 @@ def _cell(at: Topology, grid: Grid, rank: int, corner: tuple[int, int], fill: st
         words += _write(middle, corner[1] + 0.82 * side, max(9, round(0.16 * side)), small, ' class="ink at"')
     elif grid.has_numbers:
         words = _write(middle, corner[1] + 16.5, 9, f"{rank}")
-    return (
-        f'<g class="cell"><title>rank {rank}: {place or "alone"}</title><rect {_square(grid, corner)} fill="{fill}"/>{words}</g>'
-    )
+    square = f'<rect {_square(grid, corner)} fill="{fill}"/>'
+    return f'<g class="cell"><title>rank {rank}: {place or "alone"}</title>{square}{words}</g>'
 
 
 def _square(grid: Grid, corner: tuple[int, int]) -> str:

@@ -73,22 +73,28 @@ function show(rank) {
   describe(rank);
 }
 
+function ranges(words, before = "") {
+  const cell = make("td", before);
+  words.split(", ").forEach((word, place) => cell.append(place ? ", " : "", make("span", word, "whole")));
+  return cell;
+}
+
 function describe(rank) {
   const dp = layout.axes.dp ? indexOf("dp", rank) : 0;
   document.getElementById("who").textContent = `rank ${rank} on node ${Math.floor(rank / layout.perNode)}`;
   document.getElementById("where").textContent =
-    `${cells[rank].dataset.place}; dp_rank ${dp}${pinned ? " (kept: Esc or a click lets go)" : ""}`;
+    `${cells[rank].dataset.place}; dp_rank\u00a0${dp}${pinned ? " (kept: Esc or a click lets go)" : ""}`;
   const table = make("table");
   const head = make("tr");
-  for (const title of ["axis", "size", "ranks of its group", "nodes"]) head.append(make("th", title));
+  head.append(make("th", "axis"), make("th", "size", "number"), make("th", "ranks"), make("th", "nodes"));
   table.createTHead().append(head);
   const body = table.createTBody();
   for (const [name, axis] of Object.entries(layout.axes)) {
     const group = axis.groups[rank];
     const row = make("tr", undefined, name === picker.value ? "chosen" : "");
     const inside = !/\D/.test(axis.nodes[group]);
-    row.append(make("th", name), make("td", String(members[name][group].length)), make("td", axis.ranks[group]),
-      make("td", inside ? `inside ${axis.nodes[group]}` : `crosses ${axis.nodes[group]}`));
+    row.append(make("th", name), make("td", String(members[name][group].length), "number"), ranges(axis.ranks[group]),
+      ranges(axis.nodes[group], inside ? "inside " : "crosses "));
     body.append(row);
   }
   document.getElementById("groups").replaceChildren(table);

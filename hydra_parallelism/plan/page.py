@@ -1,17 +1,18 @@
 """The picture as a page for a browser: one file, no network. Pointing at a rank shows who is in its groups.
 
-Everything that is known is worked out here and put into the page as JSON; ``page.js`` only shows it. ``page.html`` is the frame and
-``page.css`` the looks, light or dark as the reader's system is.
+Everything that is known is worked out here and put into the page as JSON; ``page.js`` only shows it. ``page.html`` is the
+frame and ``page.css`` the looks, light or dark as the reader's system is.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from string import Template
 from typing import Any
 
-from ..topology import AXES, Topology
+from ..topology import AXES
 from .colours import ALONE, BY, PALETTE, kinds, shades
 from .composition import Case
 from .drawing import STYLE, draw_nodes, judge, key_lines, named
@@ -21,6 +22,7 @@ from .text import Table, price_tables, spell, warnings_in
 
 __all__ = ["show_page"]
 
+_NUMBER = re.compile(r"[\d.,]+")
 _SHRINK = 0.75
 """Numbers in cells can still be read; a narrower window scrolls."""
 
@@ -58,7 +60,7 @@ def show_page(case: Case, facts: dict[str, Any], axis: str, by: str = "group", c
         edge=2 if grid.has_numbers else 1,
         picture="\n".join(draw_nodes(case, grid, axis, by)),
         estimates="\n".join(map(_table, price_tables(facts["price"], facts["rank"]["rank"]))) if "price" in facts else "",
-        layout=_safe({**_shape(grid, by), "axes": {name: _axis(case, grid, name) for name in axes}}),
+        layout=_safe({**_shape(grid, by), "axes": _axes(case, grid, axes)}),
         script=_part("page.js"),
     )
 
@@ -76,31 +78,33 @@ def _shape(grid: Grid, by: str) -> dict[str, Any]:
     return {"perNode": grid.per_node, "wide": grid.wide, "across": grid.across, "palette": PALETTE, "by": by}
 
 
-def _axis(case: Case, grid: Grid, axis: str) -> dict[str, Any]:
-    """An axis: of each rank its group, of each group its ranks and nodes in words, of each kind its colour, and what that means."""
-    at = case.topology
-    groups = list(at.groups(axis))
-    return {
-        "groups": kinds(at, axis, "group"),
-        "ranks": [spell(runs(ranks)) for ranks in groups],
-        "nodes": [spell(runs(sorted({case.machine.node(rank) for rank in ranks}))) for ranks in groups],
-        "shades": {by: _shades(at, grid, axis, by) for by in BY},
-        "key": {by: key_lines(case, axis, by) for by in BY},
-    }
-
-
-def _shades(at: Topology, grid: Grid, axis: str, by: str) -> list[int]:
-    if at.size(axis) == 1:
-        return [ALONE] * at.world_size
-    return shades(kinds(at, axis, by), grid.neighbours(at.world_size))
+def _axes(case: Case, grid: Grid, axes: Sequence[str]) -> dict[str, Any]:
+    """Axis -> of each rank its group, of each group its ranks and nodes in words, of each kind its colour, and the key."""
+    at, neighbours = case.topology, list(grid.neighbours(case.topology.world_size))
+    found: dict[str, Any] = {}
+    for axis in axes:
+        groups = list(at.groups(axis))
+        of_rank = {by: kinds(groups, by) for by in BY}
+        alone = [ALONE] * at.world_size if at.size(axis) == 1 else None
+        found[axis] = {
+            "groups": of_rank["group"],
+            "ranks": [spell(runs(ranks)) for ranks in groups],
+            "nodes": [spell(runs(sorted({case.machine.node(rank) for rank in ranks}))) for ranks in groups],
+            "shades": {by: alone or shades(of_rank[by], neighbours) for by in BY},
+            "key": {by: key_lines(case, axis, by) for by in BY},
+        }
+    return found
 
 
 def _table(table: Table) -> str:
+    is_number = [_NUMBER.fullmatch(word) is not None for word in table.rows[0]]
+    rows = "".join(_row(row, "td", is_number) for row in table.rows)
     return (
-        f"<section><table><caption>{escape(table.title)}</caption><thead>{_row(table.head, 'th')}</thead>"
-        f"<tbody>{''.join(_row(row, 'td') for row in table.rows)}</tbody></table></section>"
+        f"<section><table><caption>{escape(table.title)}</caption><thead>{_row(table.head, 'th', is_number)}</thead>"
+        f"<tbody>{rows}</tbody></table></section>"
     )
 
 
-def _row(words: Sequence[str], kind: str) -> str:
-    return f"<tr>{''.join(f'<{kind}>{escape(word)}</{kind}>' for word in words)}</tr>"
+def _row(words: Sequence[str], kind: str, is_number: Sequence[bool]) -> str:
+    marks = [' class="number"' if number else "" for number in is_number]
+    return f"<tr>{''.join(f'<{kind}{mark}>{escape(word)}</{kind}>' for word, mark in zip(words, marks, strict=True))}</tr>"
