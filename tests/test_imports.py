@@ -41,7 +41,7 @@ CONTEXT_PARALLEL = ("layout", "kernels", "ring", "ulysses", "attention", "shards
 """Modules of ``context_parallel``, likewise; ``parallelize`` may import them, and they nothing of it."""
 PLAN = (
     "machine", "model", "shortcut", "overrides", "case", "composition", "placement", "advice", "report", "schedules", "share", "fit",
-    "memory", "collectives", "traffic", "price", "drawing", "text", "cli", "__main__",
+    "memory", "collectives", "traffic", "price", "text", "grid", "colours", "drawing", "page", "output", "cli", "__main__",
 )  # fmt: skip
 """Modules of ``plan``, likewise; none imports torch, and of the rest they may import only what does not either."""
 DOORBELL = sorted((ROOT / "hydra_plugins").rglob("*.py"))

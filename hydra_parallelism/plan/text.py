@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import ConfigurationError
 from ..topology import BASE_AXES, DERIVED_AXES, SPARSE_AXES
 
-__all__ = ["Table", "has_rich", "print_rich", "show", "tables", "write"]
+__all__ = ["Table", "has_rich", "price_tables", "print_rich", "show", "spell", "tables", "warnings_in", "write"]
 
 _KINDS = {"default": "the world's own", "self": "this rank alone", "made": "made for these"}
 
@@ -58,7 +58,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
             [(e["of"], e["operation"], e["axis"], f"{e['size']:,}") for e in report["gradients"]]
             or [("nothing is reduced", "", "", "")],
         ),
-        *(_price_tables(report["price"], rank) if "price" in report else []),
+        *(price_tables(report["price"], rank) if "price" in report else []),
     ]
 
 
@@ -67,7 +67,8 @@ def warnings_in(report: dict[str, Any]) -> list[str]:
     return [*report["warnings"], *report.get("price", {}).get("warnings", [])]
 
 
-def _price_tables(price: dict[str, Any], rank: int) -> list[Table]:
+def price_tables(price: dict[str, Any], rank: int) -> list[Table]:
+    """What a model costs: the sections of a report that has a price."""
     memory, moved = price["memory"], price["traffic"]
     kept = [(name, memory[name], " (host)" if memory["on_host"] else "") for name in ("parameters", "gradients", "optimizer")]
     rows = [
