@@ -1,5 +1,6 @@
 """Words of the plan's command line: the short way composes what Hydra does, the app's own config, what the launcher is told."""
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,11 @@ def all_of(config: DictConfig) -> dict[str, Any]:
     return found
 
 
+_OPTIONS = [f"parallelism/{group}={option}" for group, options in SUB_GROUPS.items() for option in options]
+# Every preset, with every machine and every option of a sub-group among them.
+_PRESETS = list(zip(PRESETS, itertools.cycle(_OPTIONS), itertools.cycle(MACHINES)))
 PLAIN = [
-    *([f"parallelism={preset}"] for preset in PRESETS),
-    *(["parallelism=pp", f"parallelism/{group}={option}"] for group, options in SUB_GROUPS.items() for option in options),
-    *([f"world={machine}", "world.nodes=3"] for machine in MACHINES),
+    *([f"parallelism={preset}", option, f"world={machine}", "world.nodes=3"] for preset, option, machine in _PRESETS),
     ["parallelism=hsdp", "world.nodes=16", "world.per_node=8"],
     ["parallelism.tp_size=2", "parallelism.dp_shard=-1", "parallelism.inference=true", "parallelism.world_size=null"],
     ["parallelism.context_parallel.ring_degree=2", "parallelism/context_parallel=ulysses"],
