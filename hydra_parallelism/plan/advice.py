@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..constraints import CONSTRAINTS_KEY, violations
 from .case import Case
 from .placement import stays_inside
 
@@ -42,7 +43,7 @@ def reductions(case: Case) -> list[Reduction]:
 
 def warnings_of(case: Case) -> list[str]:
     """What deserves a second look, each with what to type instead where there is something."""
-    return [*_straddling(case), *_replicas_inside(case), *_nothing_shared(case), *_unused(case)]
+    return [*_straddling(case), *_replicas_inside(case), *_nothing_shared(case), *_unused(case), *_constrained(case)]
 
 
 def _straddling(case: Case) -> Iterator[str]:
@@ -98,3 +99,9 @@ def _unused(case: Case) -> Iterator[str]:
             f"{idle} of world.nodes={machine.nodes} * world.per_node={machine.per_node} = {machine.accelerators} accelerators "
             f"are unused: the degrees multiply to {used}; a job started on all of them would be refused"
         )
+
+
+def _constrained(case: Case) -> list[str]:
+    """What a sweep would leave this layout out for."""
+    reasons = violations(case.topology, case.constraints, case.config.enable_sequence_parallel)
+    return [f"{CONSTRAINTS_KEY} rule this layout out: {reason}" for reason in reasons]

@@ -1,11 +1,12 @@
 """A layout on a machine: what all the rest describes and prices. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from ..config import ParallelismConfig
+from ..constraints import ModelConstraints
 from ..topology import Topology, resolve
 from ..world import World
 from .machine import Machine, MachineConfig, read_machine
@@ -25,6 +26,8 @@ class Case:
     """Whether the user said how many nodes there are, so that empty places on them are worth a word."""
     key: str = "parallelism"
     """Dotted path of that node, for messages."""
+    constraints: ModelConstraints = field(default_factory=ModelConstraints)
+    """What the app's own config says about its model, for its sweeps."""
 
 
 def case_of(node: Any, world: World, machine: MachineConfig, *, key: str = "parallelism") -> Case:

@@ -39,9 +39,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _plan(parsed, [*parsed.overrides, *rest])
     except (HydraException, OmegaConfBaseException) as error:
-        sys.stderr.write(f"{_told(error)}\n")
+        sys.stderr.write(f"{_told(error)}\n{_hint(parsed, [*parsed.overrides, *rest])}")
         return 1
     return 0
+
+
+def _hint(parsed: argparse.Namespace, overrides: list[str]) -> str:
+    """Words pasted from an app's command line are about its own config, too."""
+    foreign = [word for word in overrides if not word.lstrip("+~").startswith(("parallelism", "world", "model", "hydra"))]
+    if not foreign or parsed.config_name:
+        return ""
+    return f"  try: --config-dir conf --config-name config, if {foreign[0]} is about an app's own config\n"
 
 
 def _told(error: BaseException) -> str:

@@ -7,6 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from .. import _answers, interpolations
 from .._equation import read_degrees
+from ..constraints import CONSTRAINTS_KEY, ModelConstraints, is_positive, read_constraints
 from ..errors import ConfigurationError
 from ..topology import resolve
 from ..world import World
@@ -32,7 +33,8 @@ def resolve_case(composed: Composed) -> Case:
     with _answers.planned(world):
         if OmegaConf.select(composed.config, "hydra.job") is not None:  # composed by Hydra, perhaps an app's own
             interpolations.check(composed.config)
-        return case_of(composed.parallelism, world, machine, key=composed.key)
+        case = case_of(composed.parallelism, world, machine, key=composed.key)
+        return replace(case, constraints=_constraints(composed.config))
 
 
 def _follow_launcher(machine: MachineConfig, config: DictConfig) -> tuple[MachineConfig, str]:
@@ -41,14 +43,18 @@ def _follow_launcher(machine: MachineConfig, config: DictConfig) -> tuple[Machin
     Each node has as many places as the launcher starts processes there: ranks fill nodes in this order, too.
 
     Raises:
-        ConfigurationError: The machine has another number of nodes.
+        ConfigurationError: An option is no number, or the machine has another number of nodes.
     """
     launcher = OmegaConf.select(config, "hydra.launcher")
     if not isinstance(launcher, DictConfig):
         return machine, ""
     is_submitit = "submitit" in str(launcher.get("_target_"))
     inner, outer = ("tasks_per_node", "nodes") if is_submitit else ("nproc_per_node", "nnodes")
-    per_node, nodes = launcher.get(inner), launcher.get(outer) or 1
+    per_node, nodes = launcher.get(inner, "auto"), launcher.get(outer) or 1
+    said = {inner: 1 if per_node == "auto" else per_node, outer: nodes}
+    problems = [f"hydra.launcher.{name}={launcher.get(name)}" for name, value in said.items() if not is_positive(value)]
+    if problems:
+        raise ConfigurationError(f"{' and '.join(problems)}: must be a whole number of at least 1")
     if nodes > 1 and machine.nodes not in (None, nodes):
         raise ConfigurationError(
             f"world.nodes={machine.nodes}, but hydra.launcher.{outer}={nodes}\n  try: world.nodes={nodes}, or leave it out"
@@ -57,6 +63,11 @@ def _follow_launcher(machine: MachineConfig, config: DictConfig) -> tuple[Machin
         machine = replace(machine, per_node=per_node, nodes=machine.nodes or nodes)
         return machine, f"hydra.launcher.{inner}={per_node} on {machine.nodes} node(s)"
     return (replace(machine, nodes=nodes) if nodes > 1 else machine), ""
+
+
+def _constraints(config: DictConfig) -> ModelConstraints:
+    """What the sweeper of an app is told about its model."""
+    return read_constraints(OmegaConf.select(config, CONSTRAINTS_KEY))
 
 
 def model_of(composed: Composed) -> Model | int | None:

@@ -22,7 +22,7 @@ def misfits(case: Case, model: Model, key: str = "model") -> list[str]:
     at, config = case.topology, case.config
     limits = ModelConstraints(
         num_heads=model.heads,
-        num_kv_heads=model.kv_heads,
+        num_kv_heads=model.kv_heads if model.kv_heads != model.heads else None,
         seq_len=model.sequence,
         num_experts=model.experts if model.experts > 1 else None,
     )

@@ -97,29 +97,37 @@ def _is_about(word: str, node: str) -> bool:
 
 
 def _compose_with_hydra(config_name: str, overrides: list[str], config_dir: str | None) -> DictConfig:
+    from hydra import __version__, initialize, initialize_config_dir
     from hydra import compose as compose_with_hydra
-    from hydra import initialize, initialize_config_dir
 
     store.register()
     if config_name == _ROOT:
         _register()
+    # 1.3 warns when the version is left out, 1.4 when it is given.
+    version: dict[str, Any] = {"version_base": None} if __version__.startswith("1.3") else {}
     place = (
-        initialize(version_base=None, config_path=None)
+        initialize(config_path=None, **version)
         if config_dir is None
-        else initialize_config_dir(str(Path(config_dir).resolve()), version_base=None)
+        else initialize_config_dir(str(Path(config_dir).resolve()), **version)
     )
     with place:
         return compose_with_hydra(config_name, overrides, return_hydra_config=True)
 
 
 def _register() -> None:
-    from hydra.core.config_store import ConfigStore
-
-    keep = ConfigStore.instance().store
-    keep(group="world", name="schema", node=MachineConfig, provider=store.PROVIDER)
+    """The groups ``world`` and ``model``, and the primary config that has them next to ``parallelism``."""
+    store.put("world", "schema", _structured, MachineConfig)
+    store.put("model", "schema", _structured, ModelConfig)
     for name, (numbers, _) in MACHINES.items():
-        node = {"defaults": ["schema", "_self_"], **numbers}
-        keep(group="world", name=name, node=node, provider=store.PROVIDER)
-    keep(group="model", name="schema", node=ModelConfig, provider=store.PROVIDER)
+        store.put("world", name, _create, {"defaults": ["schema", "_self_"], **numbers})
     defaults: list[Any] = [{"model": "schema"}, *({group: option} for group, option in DEFAULTS.items()), "_self_"]
-    keep(name=_ROOT, node={"defaults": defaults}, provider=store.PROVIDER)
+    store.put(None, _ROOT, _create, {"defaults": defaults})
+
+
+def _structured(schema: type) -> DictConfig:
+    node: DictConfig = OmegaConf.structured(schema)
+    return node
+
+
+def _create(content: dict[str, Any]) -> DictConfig:
+    return OmegaConf.create(content)
