@@ -11,6 +11,7 @@ from hydra_parallelism.plan import cli
 from processes import ROOT
 
 PLAN = ["plan", "parallelism.dp_shard=4", "parallelism.tp_size=2"]
+KNOWN = "known are .svg, .html, .json, .txt"
 
 
 def test_the_suffix_says_the_format(
@@ -43,8 +44,8 @@ def test_the_commands_in_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--output a.png", "--output a.png: no format has the suffix .png; known are .svg, .html, .json, .txt\n  try: --output a.svg"),
-        ("--output plan --format html", "--output plan: no format has the suffix (none); known are .svg, .html, .json, .txt\n  try: --output plan.html"),
+        ("--output a.png", f"--output a.png: no format has the suffix .png; {KNOWN}\n  try: --output a.svg"),
+        ("--output plan --format html", f"--output plan: no format has the suffix (none); {KNOWN}\n  try: --output plan.html"),
         ("--output a.svg --format html", "--format html, but --output a.svg is svg\n  try: --output a.html"),
         ("--output a.txt --format rich", "--format rich, but --output a.txt is text\n  try: --format text"),
         ("--output no/a.svg", "--output no/a.svg: no such folder\n  try: mkdir -p no"),

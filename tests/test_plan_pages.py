@@ -1,4 +1,4 @@
-"""The pictures in a real browser (Chromium without a window): what pointing at a rank shows, and that words are where they belong."""
+"""The pictures in a real browser, Chromium without a window: what pointing at a rank shows, and that no word is cut off."""
 
 import itertools
 import re
@@ -237,7 +237,8 @@ def test_words_overlap_nothing_and_are_not_cut_off(browser: Any, tmp_path: Path,
            const page = box(document.querySelector('.page'));
            const cells = [...document.querySelectorAll('.cell')];
            const out = [...document.querySelectorAll('text, rect')].filter(one => !inside(box(one), page));
-           const over = cells.filter(c => [...c.querySelectorAll('text')].some(t => !inside(box(t), box(c.querySelector('rect')))));
+           const leaves = c => [...c.querySelectorAll('text')].some(t => !inside(box(t), box(c.querySelector('rect'))));
+           const over = cells.filter(leaves);
            const names = [...document.querySelectorAll('.nodes > g')].filter(n =>
              !inside(box(n.querySelector('text')), box(n.querySelector('rect'))) ||
              box(n.querySelector('text'))[3] > box(n.querySelector('.cell rect'))[1] + 2);
