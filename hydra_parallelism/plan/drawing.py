@@ -152,7 +152,7 @@ def draw_nodes(case: Case, grid: Grid, axis: str, by: str) -> Iterator[str]:
     groups = list(at.groups(axis))
     kind, index = kinds(groups, by), kinds(groups, "index")
     colour = [ALONE] * len(kind) if at.size(axis) == 1 else shades(kind, grid.neighbours(at.world_size))
-    word = "node " if grid.has_numbers and grid.node_width > 10 + 7 * len(f"node {grid.nodes - 1}") else ""
+    word = "node " if grid.has_numbers and grid.node_width > 10 + 7 * len(f"node {grid.nodes - 1}") else "n"
     for node in range(grid.nodes):
         x, y = grid.node_corner(node)
         yield (
