@@ -2,5 +2,5 @@
 
 Pure and without torch, so that ``hydra-parallelism plan`` answers at once. ``machine`` describes the nodes, ``composition``
 turns overrides into a :class:`~.composition.Case`, ``placement`` and ``traffic`` say what follows from it, ``report`` collects
-that as plain data, and ``text`` and ``drawing`` show it.
+that as plain data, ``text``, ``drawing`` and ``page`` show it, and ``output`` says where.
 """

@@ -152,13 +152,13 @@ def draw_nodes(case: Case, grid: Grid, axis: str, by: str) -> Iterator[str]:
     groups = list(at.groups(axis))
     kind, index = kinds(groups, by), kinds(groups, "index")
     colour = [ALONE] * len(kind) if at.size(axis) == 1 else shades(kind, grid.neighbours(at.world_size))
+    word = "node " if grid.has_numbers and grid.node_width > 10 + 7 * len(f"node {grid.nodes - 1}") else "n"
     for node in range(grid.nodes):
         x, y = grid.node_corner(node)
-        name = f"node {node}" if grid.node_width >= 54 else f"{node}"
         yield (
             f'<g transform="translate({x} {y})"><rect class="node" width="{grid.node_width}" height="{grid.node_height}" '
             f'rx="4" fill="#f6f7f9" stroke="#8a94a0"/>'
-            f'<text class="soft" x="5" y="{grid.head - 4}" font-size="{11 if grid.has_numbers else 8}">{name}</text>'
+            f'<text class="soft" x="5" y="{grid.head - 4}" font-size="{11 if grid.has_numbers else 8}">{word}{node}</text>'
         )
         for place in range(per_node):
             rank, corner = node * per_node + place, grid.cell_corner(place)

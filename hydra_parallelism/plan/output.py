@@ -27,7 +27,7 @@ def format_of(output: str, chosen: str | None) -> str:
     if kind is None:
         suffix = next((known for known, name in _FORMATS.items() if name == chosen), ".svg")
         raise ConfigurationError(
-            f"--output {output}: no format has the suffix {path.suffix or '(none)'!s}; known are {', '.join(_FORMATS)}\n"
+            f"--output {output}: no format has the suffix {path.suffix or '(none)'}; known are {', '.join(_FORMATS)}\n"
             f"  try: --output {path.with_suffix(suffix) if path.name else 'plan' + suffix}"
         )
     if chosen not in (None, kind):

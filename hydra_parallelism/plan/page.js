@@ -139,11 +139,12 @@ svg.addEventListener("click", (event) => {
   reach(rank);
   pin(rank);
 });
-svg.addEventListener("focusin", (event) => {
+// On its parent: Chromium puts a picture that listens to focus into the order of Tab.
+svg.parentNode.addEventListener("focusin", (event) => {
   const rank = rankAt(event.target);
   if (rank !== null && !pinned) show(rank);
 });
-svg.addEventListener("focusout", () => pinned || show(null));
+svg.parentNode.addEventListener("focusout", () => pinned || show(null));
 
 // One cell is in the order of Tab; arrow keys go from it to its neighbours in the picture.
 function reach(rank) {
