@@ -17,7 +17,7 @@ from ..errors import ConfigurationError
 from ..topology import AXES
 from .ours import Ours, default, leaves
 
-__all__ = ["OURS_ALONE", "Field", "Target", "give", "read_theirs", "refuse", "take"]
+__all__ = ["Field", "OURS_ALONE", "Target", "give", "read_theirs", "refuse", "take"]
 
 OURS_ALONE = ("world_size", "inference", "enable_expert_parallel", "runtime.")
 """Keys of ours that no target is told (a dot at the end: all keys below). They say how many processes there are and how they
