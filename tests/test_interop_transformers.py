@@ -1,4 +1,4 @@
-"""Transformers' ``DistributedConfig``, the installed class: both directions, what it refuses, and its engine under our layouts."""
+"""Transformers' ``DistributedConfig``, the installed class: both directions, refusals, and its engine under our layouts."""
 
 import dataclasses
 import itertools
