@@ -44,6 +44,12 @@ PLAN = (
     "memory", "collectives", "traffic", "price", "text", "grid", "colours", "drawing", "page", "output", "cli", "__main__",
 )  # fmt: skip
 """Modules of ``plan``, likewise; none imports torch, and of the rest they may import only what does not either."""
+INTEROP = (
+    "ours", "fields",
+    "transformers", "lerobot",
+    "table",
+)  # fmt: skip
+"""Modules of ``interop``, likewise: targets know only what is before the first of them, and import no library of theirs."""
 DOORBELL = sorted((ROOT / "hydra_plugins").rglob("*.py"))
 RUNTIME = (
     "MoE", "ParallelContext", "accumulate", "attention", "average_loss", "clip_grad_norm_", "current", "distributed_sampler",
@@ -120,8 +126,20 @@ def test_imports_within_plan_point_one_way_and_need_no_torch(name: str) -> None:
     assert not {"torch", "numpy", "rich"} & _third_parties(path)
 
 
+@pytest.mark.parametrize("name", INTEROP)
+def test_imports_within_interop_point_one_way_and_need_no_other_library(name: str) -> None:
+    path = ROOT / "hydra_parallelism" / "interop" / f"{name}.py"
+    assert _siblings(path) <= set(INTEROP[: INTEROP.index(name)])
+    assert _siblings(path, level=2) <= set(WITHOUT_TORCH)
+    assert _third_parties(path) <= {*sys.stdlib_module_names, "omegaconf"}
+    module = importlib.import_module(f"hydra_parallelism.interop.{name}")
+    assert module.__all__ == sorted(module.__all__)
+    assert all(hasattr(module, public) for public in module.__all__)
+
+
 @pytest.mark.parametrize(
-    ("package", "modules"), [("parallelize", PARALLELIZE), ("context_parallel", CONTEXT_PARALLEL), ("plan", PLAN)]
+    ("package", "modules"),
+    [("parallelize", PARALLELIZE), ("context_parallel", CONTEXT_PARALLEL), ("plan", PLAN), ("interop", INTEROP)],
 )
 def test_every_module_of_a_package_has_its_place(package: str, modules: tuple[str, ...]) -> None:
     assert {path.stem for path in (ROOT / "hydra_parallelism" / package).glob("*.py")} == {*modules, "__init__"}
