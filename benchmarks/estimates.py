@@ -20,11 +20,9 @@ _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent / "examples")]
 
 import torch  # noqa: E402
-import training  # noqa: E402
 from counted import Counted, Kept, held  # noqa: E402
-from mixture import MixtureGPT  # noqa: E402
-from model import GPT  # noqa: E402
 
+import training  # noqa: E402
 from hydra_parallelism import ParallelContext, parallel_context, parallelize  # noqa: E402
 from hydra_parallelism.plan.composition import Case  # noqa: E402
 from hydra_parallelism.plan.machine import MachineConfig, read_machine  # noqa: E402
@@ -32,6 +30,8 @@ from hydra_parallelism.plan.memory import activations, memory_of  # noqa: E402
 from hydra_parallelism.plan.model import Model, ModelConfig, read_model  # noqa: E402
 from hydra_parallelism.plan.schedules import microbatches_of  # noqa: E402
 from hydra_parallelism.plan.traffic import traffic  # noqa: E402
+from mixture import MixtureGPT  # noqa: E402
+from model import GPT  # noqa: E402
 
 VOCAB, LOCAL_BATCH = 256, 8
 _DEADLINE = 300
@@ -57,11 +57,14 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tp 2, bf16": {**_TP, "fsdp": {"mixed_precision": "bf16"}},
         "tp 2, recomputed": {**_TP, "activation_checkpointing": "full"},
         "tp 2, sequence parallel": _SP,
+        "tp 2, sequence parallel, recomputed": {**_SP, "activation_checkpointing": "full"},
         "pp 2, 1F1B": {"pp_size": 2},
         "pp 2, interleaved": {"pp_size": 2, **_INTERLEAVED},
         "ring 2": _RING,
         "ulysses 2": _ULYSSES,
         "ep 2": {"dp_shard": 2, "ep_size": 2, **_EP},
+        "ep 2, recomputed": {"dp_shard": 2, "ep_size": 2, **_EP, "activation_checkpointing": "full"},
+        "tp 2, ep 2, sequence parallel": {"ep_size": 2, **_SP, **_EP},
         "tp 2, experts whole": {**_TP, **_EP},
     },
     4: {
@@ -76,6 +79,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "ring 4": {"context_parallel": {"ring_degree": 4}},
         "ulysses 4": {"context_parallel": {"ulysses_degree": 4}},
         "ring 2 x ulysses 2": {"context_parallel": {"ring_degree": 2, "ulysses_degree": 2}},
+        "ring 4, recomputed": {"context_parallel": {"ring_degree": 4}, "activation_checkpointing": 2},
         "ep 4": {"dp_shard": 4, "ep_size": 4, **_EP},
         "fsdp 4, ep 2": {"dp_shard": 4, "ep_size": 2, **_EP},
     },
@@ -189,7 +193,9 @@ def start(size: int, names: list[str]) -> dict[str, Any]:
 def _combine(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Of what is sent the mean over the ranks, of what is held the most."""
     axes = dict.fromkeys(axis for rank in ranks for axis in rank["sent"])
-    mean = {axis: [sum(rank["sent"].get(axis, [0, 0])[side] for rank in ranks) / len(ranks) for side in (0, 1)] for axis in axes}
+    mean = {
+        axis: [sum(rank["sent"].get(axis, [0, 0])[side] for rank in ranks) / len(ranks) for side in (0, 1)] for axis in axes
+    }
     most = {name: [max(rank["held"][name][side] for rank in ranks) for side in (0, 1)] for name in ranks[0]["held"]}
     return {"sent": mean, "held": most}
 

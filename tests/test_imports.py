@@ -15,7 +15,8 @@ from hydra_parallelism import ConfigurationError, LaunchError, ParallelismError
 
 ROOT = Path(hydra_parallelism.__file__).parents[1]
 WITHOUT_TORCH = (
-    "errors", "balance", "config", "launcher_config", "_equation", "topology", "constraints", "swept_axes", "layouts", "sweeper_config",
+    "errors", "balance", "config", "launcher_config", "_equation",
+    "topology", "constraints", "swept_axes", "layouts", "sweeper_config",
     "world", "_answers", "resolvers", "store", "interpolations", "failures", "logs", "memory", "worker", "outcome", "results",
     "ranking", "pictures", "progress",
 )  # fmt: skip
@@ -38,8 +39,8 @@ PARALLELIZE = (
 CONTEXT_PARALLEL = ("layout", "kernels", "ring", "ulysses", "attention", "shards")
 """Modules of ``context_parallel``, likewise; ``parallelize`` may import them, and they nothing of it."""
 PLAN = (
-    "machine", "model", "composition", "placement", "advice", "report", "schedules", "share", "memory", "collectives", "traffic",
-    "price", "drawing", "text", "cli", "__main__",
+    "machine", "model", "composition", "placement", "advice", "report", "schedules", "share", "memory", "collectives",
+    "traffic", "duration", "price", "rank", "drawing", "text", "cli", "__main__",
 )  # fmt: skip
 """Modules of ``plan``, likewise; none imports torch, and of the rest they may import only what does not either."""
 DOORBELL = sorted((ROOT / "hydra_plugins").rglob("*.py"))

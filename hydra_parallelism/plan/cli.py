@@ -9,11 +9,13 @@ from typing import Any
 
 __all__ = ["main"]
 
+_TOP = 10
 _PLAN = """\
 say what a layout would be on a machine, without starting anything
 
   hydra-parallelism plan parallelism=hsdp world.nodes=16 world.per_node=8
   hydra-parallelism plan parallelism.tp_size=8 parallelism.dp_shard=-1 world=dgx_a100 world.nodes=4 --of 9
+  hydra-parallelism plan --rank world.nodes=8 model.hidden=4096 model.layers=32 ... model.batch=1024
 """
 
 
@@ -66,6 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--format", choices=("rich", "text", "json", "svg"), help="default: rich on a terminal if it is installed, else text"
     )
+    plan.add_argument("--rank", action="store_true", help="all layouts of the machine for a model, fastest first, by estimate")
+    plan.add_argument("--top", type=int, metavar="N", help="of --rank: how many to list (default: 10)")
     plan.add_argument("--colour", metavar="AXIS", help="of --format svg: the axis that cells are coloured by (default: fsdp)")
     return parser
 
@@ -79,7 +83,12 @@ def _plan(parsed: argparse.Namespace, overrides: list[str]) -> None:
 
     if parsed.colour and parsed.format != "svg":
         raise ConfigurationError(f"--colour {parsed.colour} is for pictures\n  try: --format svg --colour {parsed.colour}")
+    if parsed.top is not None and (not parsed.rank or parsed.top < 1):
+        raise ConfigurationError(f"--top {parsed.top} is the number of layouts that --rank lists\n  try: --rank --top 10")
     config = compose(overrides, parsed.config_dir)
+    if parsed.rank:
+        _rank(parsed, config, model_of(config))
+        return
     case, model = resolve_case(config), model_of(config)
     if parsed.format == "svg":
         sys.stdout.write(draw(case, parsed.colour or "fsdp"))
@@ -88,6 +97,19 @@ def _plan(parsed: argparse.Namespace, overrides: list[str]) -> None:
     if model is not None:
         facts["price"] = price(case, model, parsed.of)
     _print(facts, parsed.format)
+
+
+def _rank(parsed: argparse.Namespace, config: Any, model: Any) -> None:
+    from ..errors import ConfigurationError
+    from .rank import as_data, need_work, rank_layouts, show
+
+    if parsed.format not in (None, "text", "rich", "json"):
+        raise ConfigurationError(f"--format {parsed.format} is a picture of one layout\n  try: --format json with --rank")
+    model = need_work(model, "--rank")
+    found = rank_layouts(config, model)
+    facts = as_data(found, model, parsed.top or _TOP)
+    text = json.dumps(facts, indent=2) if parsed.format == "json" else show(facts, 1e9 * config.world.memory_gb)
+    sys.stdout.write(f"{text}\n")
 
 
 def _print(facts: dict[str, Any], kind: str | None) -> None:

@@ -19,7 +19,7 @@ from ..world import World
 from .machine import MACHINES, Machine, MachineConfig, read_machine
 from .model import Model, ModelConfig, read_model
 
-__all__ = ["Case", "compose", "model_of", "resolve_case"]
+__all__ = ["Case", "compose", "model_of", "read_policies", "resolve_case"]
 
 _ROOT = "hydra_parallelism_plan"
 
@@ -93,6 +93,23 @@ def resolve_case(config: DictConfig) -> Case:
         merged = OmegaConf.merge(OmegaConf.structured(ParallelismConfig), plain)
     read: ParallelismConfig = OmegaConf.to_object(merged)  # type: ignore[assignment]
     return Case(topology, read_machine(machine, size), read, machine.nodes is not None)
+
+
+def read_policies(config: DictConfig) -> tuple[Machine, ParallelismConfig]:
+    """The machine, all of it used, and the ``parallelism`` node with its interpolations resolved there; degrees unresolved.
+
+    Raises:
+        ConfigurationError: A value of ``world`` is out of range.
+    """
+    written: MachineConfig = OmegaConf.to_object(config.world)  # type: ignore[assignment]
+    read_machine(written, 1)
+    size = config.parallelism.world_size or (written.nodes or 1) * written.per_node
+    with _answers.planned(_world(written, size)):
+        plain = OmegaConf.to_container(config.parallelism, resolve=True)
+    read: ParallelismConfig = OmegaConf.to_object(  # type: ignore[assignment]
+        OmegaConf.merge(OmegaConf.structured(ParallelismConfig), plain)
+    )
+    return read_machine(written, size), read
 
 
 def model_of(config: DictConfig) -> Model | int | None:

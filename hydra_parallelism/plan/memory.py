@@ -97,7 +97,7 @@ def activations(model: Model, at: Topology, config: ParallelismConfig) -> float:
 
     With ``ffn = 4 * hidden``, ungated, that is the paper's ``34 * hidden`` bytes less 2 for masks of dropout. With experts the
     input and the inside of the feed-forward part count ``top_k`` times. A block that is recomputed keeps its input, ``hidden``,
-    and one such block at a time has everything. The last stage has float32 logits, ``4 * vocab`` bytes (section 4.3); of them the loss keeps their log-softmax.
+    and one such block at a time has everything. The last stage has float32 logits, ``4 * vocab`` bytes (section 4.3).
     """
     per_block = _kept_by_block(model, at, config) * model.tokens / at.cp * compute_bytes(config)
     return max(_of_stage(model, at, config, index, per_block) for index in range(at.pp))

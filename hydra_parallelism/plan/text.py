@@ -92,6 +92,14 @@ def _price_tables(price: dict[str, Any], rank: int) -> list[Table]:
                 or [("nothing is sent", "", "", "", "", "")],
             )
         )
+    if price["step"] is not None:
+        found.append(
+            Table(
+                f"a step, {1e3 * price['step']['seconds']:,.3f} ms by estimate",
+                ("computing", "waiting for messages", "idle in the pipeline", "data axes, meanwhile"),
+                [tuple(f"{1e3 * price['step'][part]:,.3f} ms" for part in ("computing", "waiting", "idle", "data"))],
+            )
+        )
     if price["pipeline"] is not None:
         idle = price["pipeline"]["bubble"]
         share = "no formula" if idle is None else f"{100 * idle:.1f} % of the time that computing takes"

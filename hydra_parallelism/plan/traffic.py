@@ -61,6 +61,7 @@ class _Step:
 
     def __init__(self, case: Case, model: Model, rank: int) -> None:
         self.case, self.model = case, model
+        self.links: dict[str, Link] = {}
         self.at, self.config = case.topology, case.config
         self.index = self.at.index("pp", rank)
         self.share: Share = share_of(model, self.at, self.config, self.index)
@@ -71,9 +72,10 @@ class _Step:
         self.size = compute_bytes(self.config)
         self.tokens = model.tokens / self.at.cp
         self.trained = not self.config.inference
-        again = recomputed(self.config, self.share.blocks) if self.trained else 0
-        self.forwards = self.count * (self.share.blocks + again)
-        """How often a block is run forward, those that are recomputed twice."""
+        self.again = self.count * recomputed(self.config, self.share.blocks) if self.trained else 0
+        """How often a block is run forward again, up to what its backward needs: the last sum is not done twice."""
+        self.forwards = self.count * self.share.blocks + self.again
+        """How often a block is run forward."""
         self.backwards = self.count * self.share.blocks if self.trained else 0
         self.sequence = self.config.enable_sequence_parallel and self.at.tp > 1
 
@@ -83,8 +85,10 @@ class _Step:
 
     def _link(self, axis: str) -> Link:
         """That of the slowest group along an axis: for its ranks the others wait at the end of the step."""
-        machine = self.case.machine
-        return machine.intra if stays_inside(self.at, axis, machine.per_node) else machine.inter
+        if axis not in self.links:
+            machine = self.case.machine
+            self.links[axis] = machine.intra if stays_inside(self.at, axis, machine.per_node) else machine.inter
+        return self.links[axis]
 
     def _repeated(self, axis: str, operation: str, what: str, count: float, one: Cost) -> Transfer:
         return Transfer(axis, operation, what, count, one.times(count))
@@ -174,9 +178,10 @@ class _Step:
             yield from self._slices(whole, zones=1 if is_mixture else 2)
         else:
             shared = 1 if self.at.ep > 1 else 0
-            behind = 1 + (shared if is_mixture else 1)
+            behind = shared if is_mixture else 1
             before = 3 + (shared if is_mixture else 2 if self.model.gated else 1)
-            yield self._repeated("tp", "all-reduce", "activations", behind * self.forwards, total)
+            sums = self.forwards + behind * (self.forwards - self.again)
+            yield self._repeated("tp", "all-reduce", "activations", sums, total)
             yield self._repeated("tp", "all-reduce", "their gradients", before * self.backwards, total)
         if self.share.first:
             yield self._repeated("tp", "all-reduce", "embeddings", self.count, total)
@@ -196,7 +201,8 @@ class _Step:
         around = self.share.stages * self.count * (1 + self.trained)
         gathered = collectives.all_gather(whole, self.at.tp, link)
         yield self._repeated("tp", "all-gather", "activations", passes + around, gathered)
-        yield self._repeated("tp", "reduce-scatter", "activations", passes, gathered)
+        once = self.again if zones > 1 else 0
+        yield self._repeated("tp", "reduce-scatter", "activations", passes - once, gathered)
         if self.trained:
             params = self.model.whole + (self.share.experts if self.at.ep == 1 else 0)
             one = collectives.all_reduce(params * self.size, self.at.tp, link)
