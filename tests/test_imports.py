@@ -24,12 +24,14 @@ WITHOUT_TORCH = (
 ORDER = (
     *WITHOUT_TORCH,
     "_compat", "census", "local_rendezvous", "launch", "slots", "rendezvous", "agreement", "device", "options", "mesh",
-    "runtime", "record", "run_folder", "run_mode", "multirun", "callback", "sweep_plan", "sweep_jobs", "sweep",
+    "runtime", "record", "run_folder", "run_mode", "multirun", "callback", "best", "sweep_plan", "sweep_jobs", "sweep",
     "gradients", "moe", "data_loading", "_checkpoint_files", "_checkpoint_state", "checkpoint", "guidance",
 )  # fmt: skip
 """Each of these may import those before it."""
 ON_TOP = ("_checkpoint_state", "checkpoint", "guidance")
 """These know what ``parallelize`` returns, too."""
+PRICED = ("best", "sweep_plan")
+"""These ask a plan what a layout costs."""
 PARALLELIZE = (
     "recipe", "inference", "blocks", "packed", "styles", "plans", "sequence", "tensor", "recompute", "data", "dispatch",
     "experts", "weights", "stages", "stand_ins", "units", "flow", "part", "merge", "relay", "schedule", "pipeline", "steps",
@@ -87,7 +89,7 @@ def _module(name: str) -> Path:
 
 @pytest.mark.parametrize("name", ORDER)
 def test_imports_point_one_way(name: str) -> None:
-    above = {"parallelize"} if name in ON_TOP else set()
+    above = {"parallelize"} if name in ON_TOP else {"plan"} if name in PRICED else set()
     assert _siblings(_module(name)) <= set(ORDER[: ORDER.index(name)]) | above
 
 

@@ -276,9 +276,16 @@ def test_a_batch_is_made_of_whole_calls() -> None:
     with pytest.raises(ConfigurationError) as error:
         moved(Topology(pp=2, dp_shard=2), of={**SMALL, "batch": 24})
     assert str(error.value) == (
-        "model.batch=24 is not a multiple of dp=2 * model.micro_batch=2 * 4 micro-batches = 16, which one call takes\n"
-        "  try: model.batch=16"
+        "the model does not go with the layout:\n  model.batch=24 does not divide by dp=2 * micro-batches of the pipeline=4 * "
+        "model.micro_batch=2 = 16"
     )
+
+
+def test_a_data_rank_takes_its_share_of_the_batch_unless_told() -> None:
+    """Sixteen sequences over two pipelines of four micro-batches are two at a time."""
+    of = {**SMALL, "micro_batch": None, "batch": 16}
+    assert moved(Topology(pp=2, dp_shard=2), of=of) == moved(Topology(pp=2, dp_shard=2))
+    assert moved(Topology(tp=2), of=of) == moved(Topology(tp=2), of={**SMALL, "micro_batch": 16})
 
 
 def test_a_group_within_a_node_is_faster() -> None:

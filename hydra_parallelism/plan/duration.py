@@ -19,7 +19,7 @@ from .composition import Case
 from .memory import recomputed
 from .model import Model
 from .schedules import bubble, microbatches_of
-from .share import Share, calls_of, share_of
+from .share import Share, calls_of, fitted, share_of
 from .traffic import traffic
 
 __all__ = ["DATA_AXES", "Duration", "duration_of", "flops"]
@@ -49,9 +49,9 @@ def duration_of(case: Case, model: Model) -> Duration:
     """Estimate a step (a forward pass under ``inference``).
 
     Raises:
-        ConfigurationError: The model does not go with the layout, see :func:`.share.refuse`.
+        ConfigurationError: The model does not go with the layout, see :func:`.share.fitted`.
     """
-    at = case.topology
+    at, model = case.topology, fitted(model, case.topology, case.config)
     shares = [share_of(model, at, case.config, index) for index in range(at.pp)]
     # The ends, and the stage with most blocks: between them nothing is slower.
     stages = {0, at.pp - 1, max(range(at.pp), key=lambda index: shares[index].blocks)}

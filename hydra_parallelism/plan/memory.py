@@ -10,7 +10,7 @@ from ..config import ParallelismConfig
 from ..topology import Topology
 from .model import Model
 from .schedules import in_flight, microbatches_of
-from .share import Share, calls_of, compute_bytes, fullest, refuse, share_of
+from .share import Share, calls_of, compute_bytes, fitted, fullest, share_of
 
 __all__ = ["Memory", "activations", "gathered", "memory_of", "recomputed"]
 
@@ -48,12 +48,12 @@ def memory_of(model: Model | int, at: Topology, config: ParallelismConfig) -> Me
         config: Policies: precision, resharding, offload, recomputation, schedule, inference.
 
     Raises:
-        ConfigurationError: The model does not go with the layout, see :func:`.share.refuse`.
+        ConfigurationError: The model does not go with the layout, see :func:`.share.fitted`.
     """
     if isinstance(model, int):
         held, whole, active = model / (at.pp * at.tp * at.fsdp), 0.0, None
     else:
-        refuse(model, at, config)
+        model = fitted(model, at, config)
         share = fullest(model, at, config)
         # Experts are sharded over efsdp = fsdp * tp / ep ranks.
         over = at.efsdp if at.ep > 1 else at.fsdp

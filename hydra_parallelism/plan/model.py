@@ -42,11 +42,11 @@ class ModelConfig:
     """Experts that a token goes to, if there are several."""
     sequence: Optional[int] = None  # noqa: UP045
     """Tokens of a sequence, before context parallelism cuts it."""
-    micro_batch: int = 1
-    """Sequences that a data-parallel rank computes on at a time."""
+    micro_batch: Optional[int] = None  # noqa: UP045
+    """Sequences that a data-parallel rank computes on at a time. ``null``: its whole share of ``batch`` (of a micro-batch of a
+    pipeline), or one where there is no ``batch``. With both, gradients of several calls make a step."""
     batch: Optional[int] = None  # noqa: UP045
-    """Sequences of a step of the optimizer over all data-parallel ranks. ``null``: one call of ``forward_backward`` is a step,
-    of one micro-batch, or of all that a pipeline takes."""
+    """Sequences of a step of the optimizer over all data-parallel ranks. ``null``: a step is one ``forward_backward``."""
 
 
 _SHAPE = ("hidden", "layers", "heads", "ffn", "vocab", "sequence")
@@ -68,7 +68,8 @@ class Model:
     experts: int
     top_k: int
     sequence: int
-    micro_batch: int
+    micro_batch: int | None
+    """``None``: the layout says it, see :func:`.share.fitted`."""
     batch: int | None
 
     @property
@@ -79,7 +80,7 @@ class Model:
     @property
     def tokens(self) -> int:
         """Of a micro-batch: micro_batch * sequence."""
-        return self.micro_batch * self.sequence
+        return (self.micro_batch or 1) * self.sequence
 
     @property
     def attention(self) -> int:
@@ -152,7 +153,8 @@ def read_model(config: ModelConfig, key: str = "model") -> Model | int | None:
     if not said:
         return config.params
     shape = {name: value for name, value in vars(config).items() if name != "params"}
-    return Model(**{**shape, "kv_heads": config.kv_heads or config.heads})
+    micro_batch = 1 if config.batch is None and config.micro_batch is None else config.micro_batch
+    return Model(**{**shape, "kv_heads": config.kv_heads or config.heads, "micro_batch": micro_batch})
 
 
 def _judge_shape(config: ModelConfig, key: str) -> list[str]:

@@ -17,7 +17,7 @@ from .duration import Duration, duration_of
 from .memory import Memory, memory_of
 from .model import Model
 
-__all__ = ["Estimate", "Ranking", "as_data", "estimate", "need_work", "rank", "rank_layouts", "show"]
+__all__ = ["Estimate", "Ranking", "as_data", "estimate", "need_work", "order", "rank", "rank_layouts", "show"]
 
 _MOST_REASONS = 5
 
@@ -70,6 +70,11 @@ def need_work(model: Model | int | None, asker: str, key: str = "model") -> Mode
     return model
 
 
+def order(found: Estimate) -> tuple[float, float, float]:
+    """By what layouts are put in order: the time of a step, what is sent meanwhile, and what is held."""
+    return found.duration.step, found.duration.data, found.memory.device
+
+
 def estimate(case: Case, model: Model) -> Estimate:
     """What a layout costs.
 
@@ -91,7 +96,7 @@ def rank(cases: Iterable[Case], model: Model) -> Ranking:
             found.refused[reason] = found.refused.get(reason, 0) + 1
             continue
         (found.fitting if judged.memory.device <= case.machine.memory else found.too_large).append(judged)
-    found.fitting.sort(key=lambda each: (each.duration.step, each.duration.data, each.memory.device))
+    found.fitting.sort(key=order)
     found.too_large.sort(key=lambda each: each.memory.device)
     found.refused = dict(sorted(found.refused.items(), key=lambda item: -item[1]))
     return found

@@ -1,7 +1,8 @@
 """What one rank works with: its part of the parameters, and how often it computes in a step. Pure."""
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..config import ParallelismConfig
 from ..constraints import ModelConstraints, violations
@@ -10,7 +11,7 @@ from ..topology import Topology
 from .model import Model
 from .schedules import divide, microbatches_of, stages_of, stages_per_rank
 
-__all__ = ["Share", "calls_of", "compute_bytes", "fullest", "refuse", "share_of"]
+__all__ = ["Share", "calls_of", "compute_bytes", "fitted", "fullest", "share_of"]
 
 
 @dataclass(frozen=True)
@@ -76,37 +77,35 @@ def fullest(model: Model, at: Topology, config: ParallelismConfig) -> Share:
 
 
 def calls_of(model: Model, at: Topology, config: ParallelismConfig) -> int:
-    """Calls of ``forward_backward`` whose gradients make one step, as ``accumulate`` counts them.
-
-    Raises:
-        ConfigurationError: ``model.batch`` is no multiple of what all data-parallel ranks take in a call.
-    """
-    count = microbatches_of(config.pipeline, at.pp)
-    taken = at.dp * model.micro_batch * count
-    if model.batch is None:
+    """Calls of ``forward_backward`` whose gradients make one step, as ``accumulate`` counts them, of a fitted model."""
+    if model.batch is None or model.micro_batch is None:
         return 1
-    calls, rest = divmod(model.batch, taken)
-    if rest or not calls:
-        parts = f" * {count} micro-batches" if at.pp > 1 else ""
-        raise ConfigurationError(
-            f"model.batch={model.batch} is not a multiple of dp={at.dp} * model.micro_batch={model.micro_batch}{parts} = "
-            f"{taken}, which one call takes\n  try: model.batch={max(calls, 1) * taken}"
-        )
-    return calls
+    return max(1, model.batch // (at.dp * model.micro_batch * microbatches_of(config.pipeline, at.pp)))
 
 
-def refuse(model: Model, at: Topology, config: ParallelismConfig) -> None:
-    """Refuse to price what ``parallelize`` refuses to run, and what is not known here.
+def fitted(model: Model, at: Topology, config: ParallelismConfig) -> Model:
+    """The model with its ``micro_batch`` settled; what ``parallelize`` refuses to run, or is not known here, is not priced.
 
     Raises:
         ConfigurationError: All that is wrong: numbers that degrees do not divide, too few blocks for the stages, tied weights
-            in a pipeline, an explicit split, or a batch that does not divide.
+            in a pipeline, an explicit split, a batch that does not divide.
     """
     problems = [*_indivisible(model, at, config), *_experts(at, config), *(_pipeline(model, at, config) if at.pp > 1 else ())]
+    problems += _batch(model, at, config)
     if problems:
         raise ConfigurationError("\n  ".join(["the model does not go with the layout:", *problems]))
-    if not config.inference:
-        calls_of(model, at, config)
+    if model.batch is None or model.micro_batch is not None:
+        return model
+    return replace(model, micro_batch=model.batch // (at.dp * microbatches_of(config.pipeline, at.pp)))
+
+
+def _batch(model: Model, at: Topology, config: ParallelismConfig) -> Iterator[str]:
+    count = microbatches_of(config.pipeline, at.pp)
+    factors = {"dp": at.dp, "micro-batches of the pipeline": count, "model.micro_batch": model.micro_batch or 1}
+    taken = math.prod(factors.values())
+    if model.batch is not None and model.batch % taken:
+        said = " * ".join(f"{name}={value}" for name, value in factors.items() if value > 1)
+        yield f"model.batch={model.batch} does not divide by {said} = {taken}"
 
 
 def _indivisible(model: Model, at: Topology, config: ParallelismConfig) -> Iterator[str]:

@@ -15,7 +15,7 @@ from .memory import recomputed
 from .model import Model
 from .placement import stays_inside
 from .schedules import microbatches_of, sends, splits_backward
-from .share import Share, calls_of, compute_bytes, refuse, share_of
+from .share import Share, calls_of, compute_bytes, fitted, share_of
 
 __all__ = ["Transfer", "traffic"]
 
@@ -50,10 +50,9 @@ def traffic(case: Case, model: Model, rank: int) -> list[Transfer]:
     """What a rank sends in a step of training (of a forward pass under ``inference``), axes outermost first.
 
     Raises:
-        ConfigurationError: The model does not go with the layout, see :func:`.share.refuse`.
+        ConfigurationError: The model does not go with the layout, see :func:`.share.fitted`.
     """
-    refuse(model, case.topology, case.config)
-    return list(_Step(case, model, rank).transfers())
+    return list(_Step(case, fitted(model, case.topology, case.config), rank).transfers())
 
 
 class _Step:
