@@ -28,6 +28,7 @@ from hydra_parallelism.plan.composition import Case  # noqa: E402
 from hydra_parallelism.plan.machine import MachineConfig, read_machine  # noqa: E402
 from hydra_parallelism.plan.memory import activations, memory_of  # noqa: E402
 from hydra_parallelism.plan.model import Model, ModelConfig, read_model  # noqa: E402
+from hydra_parallelism.plan.module import of_module  # noqa: E402
 from hydra_parallelism.plan.schedules import microbatches_of  # noqa: E402
 from hydra_parallelism.plan.traffic import traffic  # noqa: E402
 from mixture import MixtureGPT  # noqa: E402
@@ -110,8 +111,7 @@ def measure(config: dict[str, Any]) -> dict[str, Any]:
     """One layout on this rank: axis -> bytes estimated and counted, and the same of what it holds."""
     with parallel_context({**config, "runtime": {"timeout_s": 120}}) as context:
         torch.manual_seed(0)
-        made = MixtureGPT(VOCAB, **EXPERTS) if context.config.ep_plan else GPT(VOCAB, **SIZES)
-        model = parallelize(made)
+        model = parallelize(make(context))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         drawn = torch.Generator().manual_seed(context.dp_rank)
@@ -120,7 +120,21 @@ def measure(config: dict[str, Any]) -> dict[str, Any]:
             training.update(model, optimizer, scaler, windows)
         with Counted() as step:
             training.update(model, optimizer, scaler, windows)
-        return {"sent": _sent(step, context), "held": _held(held(model, optimizer), context)}
+        counted = held(model, optimizer)
+        return {"sent": _sent(step, context), "held": {**_held(counted, context), **_by_module(counted, context)}}
+
+
+def make(context: ParallelContext) -> torch.nn.Module:
+    """The example's model, that with experts where the layout has a plan for them."""
+    return MixtureGPT(VOCAB, **EXPERTS) if context.config.ep_plan else GPT(VOCAB, **SIZES)
+
+
+def _by_module(counted: dict[str, int], context: ParallelContext) -> dict[str, list[float]]:
+    """The same from the module itself, of this rank."""
+    with torch.device("meta"):
+        module = make(context)
+    share = of_module(module, context.topology, context.config)
+    return {"module": [sum(each.bytes for each in share.of(context.rank)), counted["parameters"]]}
 
 
 def _sent(step: Counted, context: ParallelContext) -> dict[str, list[float]]:
@@ -202,12 +216,18 @@ def _combine(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     """Two tables in Markdown."""
-    lines = ["| layout | axis | sent, estimate | counted | ratio |", "|---|---|---:|---:|---:|"]
+    lines = ["| layout | axis | bytes sent, estimate | counted | ratio |", "|---|---|---:|---:|---:|"]
     for name, of in found.items():
         lines += [f"| {name} | {axis} | {_row(*both)} |" for axis, both in of["sent"].items()]
-    lines += ["", "| layout | held | estimate | counted | ratio |", "|---|---|---:|---:|---:|"]
+    head = "| layout | bytes of parameters, estimate | counted | ratio | gradients | optimizer state | parameters by `model.module` |"
+    lines += ["", head, "|---|---:|---:|---:|---:|---:|---:|"]
     for name, of in found.items():
-        lines += [f"| {name} | {what} | {_row(*both)} |" for what, both in of["held"].items()]
+        others = " | ".join(_row(*of["held"][what]).rpartition(" | ")[2] for what in ("gradients", "optimizer", "module"))
+        lines.append(f"| {name} | {_row(*of['held']['parameters'])} | {others} |")
+    for name, of in found.items():
+        if "activations" in of["held"]:
+            estimate, counted, ratio = _row(*of["held"]["activations"]).split(" | ")
+            lines += ["", f"Activations of {name}: estimate {estimate} bytes, kept by autograd {counted}, ratio {ratio}."]
     return "\n".join(lines)
 
 

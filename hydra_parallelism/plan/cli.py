@@ -94,9 +94,19 @@ def _plan(parsed: argparse.Namespace, overrides: list[str]) -> None:
         sys.stdout.write(draw(case, parsed.colour or "fsdp"))
         return
     facts = report(case, parsed.of)
-    if model is not None:
+    if config.model.module is not None:
+        facts["price"] = _price_module(case, config.model.module, parsed.of)
+    elif model is not None:
         facts["price"] = price(case, model, parsed.of)
     _print(facts, parsed.format)
+
+
+def _price_module(case: Any, path: str, rank: int) -> dict[str, Any]:
+    from .module import build, of_module
+    from .price import price
+
+    share = of_module(build(path), case.topology, case.config)
+    return {**price(case, share.params, rank, share.memory(case.config)), "held": share.rows(rank)}
 
 
 def _rank(parsed: argparse.Namespace, config: Any, model: Any) -> None:

@@ -16,7 +16,9 @@ __all__ = ["Model", "ModelConfig", "read_model"]
 class ModelConfig:
     """The ``model`` node of a plan: ``params`` alone, or the shape. Nothing at all prices nothing."""
 
-    params: Optional[int] = None  # noqa: UP045  (OmegaConf reads it)
+    module: Optional[str] = None  # noqa: UP045  (OmegaConf reads it)
+    """``package.module:function`` that builds the model, in place of numbers; called on ``meta``, which takes torch."""
+    params: Optional[int] = None  # noqa: UP045
     """Parameters of a model whose shape is not said; then only what depends on their number is priced."""
     hidden: Optional[int] = None  # noqa: UP045
     """Width of the residual stream."""
@@ -133,16 +135,19 @@ def read_model(config: ModelConfig, key: str = "model") -> Model | int | None:
     """Judge the node.
 
     Returns:
-        The model; the number of parameters if only that is said; ``None`` if nothing is.
+        The model; the number of parameters if only that is said; ``None`` if no number is, as with ``module``.
 
     Raises:
         ConfigurationError: Names every value out of range, and what is missing for a shape.
     """
-    numbers = {name: value for name, value in vars(config).items() if value is not None and not isinstance(value, bool)}
+    numbers = {name: value for name, value in vars(config).items() if isinstance(value, int) and not isinstance(value, bool)}
     problems = [f"{key}.{name}={value}: must be at least 1" for name, value in numbers.items() if value < 1]
     said = [name for name in _SHAPE if name in numbers]
     if config.params is not None and said:
         problems.append(f"{key}.params={config.params} and {key}.{said[0]}={numbers[said[0]]}: say the number or the shape")
+    if config.module is not None and (said or config.params is not None):
+        other = said[0] if said else "params"
+        problems.append(f"{key}.module={config.module} and {key}.{other}={numbers[other]}: say the module or the numbers")
     missing = [name for name in _SHAPE if said and name not in numbers]
     if missing and config.params is None:
         problems.append(f"{key}.{said[0]}={numbers[said[0]]} is part of a shape, which needs {', '.join(missing)} too")
@@ -152,7 +157,7 @@ def read_model(config: ModelConfig, key: str = "model") -> Model | int | None:
         raise ConfigurationError("\n  ".join([f"{key} is not valid:", *problems]))
     if not said:
         return config.params
-    shape = {name: value for name, value in vars(config).items() if name != "params"}
+    shape = {name: value for name, value in vars(config).items() if name not in ("params", "module")}
     micro_batch = 1 if config.batch is None and config.micro_batch is None else config.micro_batch
     return Model(**{**shape, "kv_heads": config.kv_heads or config.heads, "micro_batch": micro_batch})
 

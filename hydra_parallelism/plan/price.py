@@ -12,8 +12,8 @@ from .traffic import Transfer, traffic
 __all__ = ["price"]
 
 
-def price(case: Case, model: Model | int, rank: int) -> dict[str, Any]:
-    """Price a case for a model.
+def price(case: Case, model: Model | int, rank: int, memory: Memory | None = None) -> dict[str, Any]:
+    """Price a case for a model. ``memory`` is what is known of it better than by formula.
 
     Returns:
         ``params``, ``memory`` (bytes), ``traffic`` (``None`` when only the number of parameters is known), ``seconds`` of all
@@ -23,7 +23,7 @@ def price(case: Case, model: Model | int, rank: int) -> dict[str, Any]:
     Raises:
         ConfigurationError: The model does not go with the layout.
     """
-    memory = memory_of(model, case.topology, case.config)
+    memory = memory or memory_of(model, case.topology, case.config)
     moved = None if isinstance(model, int) else [_told(each) for each in traffic(case, model, rank)]
     return {
         "params": model if isinstance(model, int) else model.params,

@@ -73,6 +73,9 @@ def _price_tables(price: dict[str, Any], rank: int) -> list[Table]:
     ]
     sizes = [(f"{name}{where}", "unknown" if size is None else f"{size / 1e9:,.3f}") for name, size, where in rows]
     found = [Table(f"memory of the fullest rank, {price['params']:,} parameters", ("what", "GB"), sizes)]
+    if "held" in price:
+        rows_held = [(e["name"], str(tuple(e["shape"])), str(e["count"]), f"{e['bytes'] / 1e6:,.3f}") for e in price["held"]]
+        found.append(Table(f"parameters of rank {rank}", ("name", "shape of each", "count", "MB"), rows_held))
     if moved is not None:
         found.append(
             Table(
