@@ -54,8 +54,6 @@ def read_estimator(options: LayoutsConfig) -> Estimator | None:
         ConfigurationError: ``top`` is out of range, goes with ``max_jobs``, or the model is not described.
     """
     if options.top is None:
-        if options.plan.model or options.plan.world:
-            raise ConfigurationError(f"{_KEY} is read for hydra.sweeper.top, which is not set\n  try: hydra.sweeper.top=10")
         return None
     if options.top < 1:
         raise ConfigurationError(f"hydra.sweeper.top={options.top}: must be at least 1, or null for all")
