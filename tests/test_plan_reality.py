@@ -16,12 +16,9 @@ from processes import ROOT, python, run
 pytestmark = [pytest.mark.processes, pytest.mark.engines, pytest.mark.timeout(600), pytest.mark.xdist_group("estimates")]
 
 FEW = {
-    "fsdp 2": {"fsdp"},
     "tp 2, sequence parallel": {"tp"},
     "pp 2, interleaved": {"pp"},
-    "ulysses 2": {"fsdp"},
     "hsdp 2 x 2": {"dp_replicate", "fsdp"},
-    "fsdp 2 x tp 2": {"fsdp", "tp"},
     "pp 2 x fsdp 2, 1F1B": {"pp", "fsdp"},
     "fsdp 4, ep 2": {"fsdp", "efsdp", "ep"},
 }

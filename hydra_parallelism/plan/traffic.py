@@ -6,7 +6,9 @@ steps (docs/plan.md has the table). Not counted: clipping, and the loss, a numbe
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
+from ..topology import Topology
 from . import collectives
 from .collectives import Cost
 from .composition import Case
@@ -55,12 +57,17 @@ def traffic(case: Case, model: Model, rank: int) -> list[Transfer]:
     return list(_Step(case, fitted(model, case.topology, case.config), rank).transfers())
 
 
+@lru_cache(maxsize=64)
+def _stays_inside(at: Topology, axis: str, per_node: int) -> bool:
+    """Asked for several stages of a layout."""
+    return stays_inside(at, axis, per_node)
+
+
 class _Step:
     """The numbers that the axes share."""
 
     def __init__(self, case: Case, model: Model, rank: int) -> None:
         self.case, self.model = case, model
-        self.links: dict[str, Link] = {}
         self.at, self.config = case.topology, case.config
         self.index = self.at.index("pp", rank)
         self.share: Share = share_of(model, self.at, self.config, self.index)
@@ -84,10 +91,9 @@ class _Step:
 
     def _link(self, axis: str) -> Link:
         """That of the slowest group along an axis: for its ranks the others wait at the end of the step."""
-        if axis not in self.links:
-            machine = self.case.machine
-            self.links[axis] = machine.intra if stays_inside(self.at, axis, machine.per_node) else machine.inter
-        return self.links[axis]
+        machine = self.case.machine
+        inside = self.at.size(axis) == 1 or _stays_inside(self.at, axis, machine.per_node)
+        return machine.intra if inside else machine.inter
 
     def _repeated(self, axis: str, operation: str, what: str, count: float, one: Cost) -> Transfer:
         return Transfer(axis, operation, what, count, one.times(count))
