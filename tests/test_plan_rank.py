@@ -1,7 +1,10 @@
 """``plan --rank``: a step's time against numbers worked by hand, the order, the limit, and what is refused."""
 
 import json
+import re
+import shlex
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from hydra_parallelism.plan.memory import memory_of
 from hydra_parallelism.plan.module import build, of_module
 from hydra_parallelism.plan.rank import rank
 from hydra_parallelism.plan.traffic import traffic
+from processes import ROOT
 from test_plan_price import LLAMA_3_8B, SMALL, case, model
 
 LLAMA = [f"model.{name}={value}" for name, value in LLAMA_3_8B.items()] + ["model.batch=512", "model.micro_batch=1"]
@@ -171,6 +175,22 @@ def test_what_ranks_hold_of_a_module() -> None:
 def test_a_module_is_built_without_storage() -> None:
     made = build("test_plan_rank:Uneven")
     assert {parameter.device.type for parameter in made.parameters()} == {"meta"}
+
+
+def test_the_commands_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/plan.md").read_text()
+    ranked, by_module = (_block(page.partition(f"## {title}")[2], "bash") for title in ("Ranking layouts", "A module in place"))
+    assert cli.main(shlex.split(ranked)[1:]) == 0
+    assert len(re.findall(r"^ *\d  ", capsys.readouterr().out, re.MULTILINE)) == 5
+    (tmp_path / "mine.py").write_text(_block(page, "python\n# mine.py"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    assert cli.main(shlex.split(by_module)[1:]) == 0
+    assert "memory of the fullest rank, 234,624 parameters\n" in capsys.readouterr().out
+
+
+def _block(page: str, kind: str) -> str:
+    return page.partition(f"```{kind}\n")[2].partition("```")[0].replace("\\\n", " ")
 
 
 def test_what_parallelize_refuses_is_refused() -> None:
