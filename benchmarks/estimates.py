@@ -7,6 +7,7 @@ Each layout trains two steps of `examples/training.py`, then a third is counted:
 `counted.py`), turned into the bytes that a rank sends under the algorithms that the plan uses too. Nothing is timed.
 """
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -20,21 +21,24 @@ _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent / "examples")]
 
 import torch  # noqa: E402
-import training  # noqa: E402
 from counted import Counted, Kept, held  # noqa: E402
-from mixture import MixtureGPT  # noqa: E402
-from model import GPT  # noqa: E402
 
+import training  # noqa: E402
 from hydra_parallelism import ParallelContext, parallel_context, parallelize  # noqa: E402
 from hydra_parallelism.plan.composition import Case  # noqa: E402
 from hydra_parallelism.plan.machine import MachineConfig, read_machine  # noqa: E402
 from hydra_parallelism.plan.memory import activations, memory_of  # noqa: E402
 from hydra_parallelism.plan.model import Model, ModelConfig, read_model  # noqa: E402
+from hydra_parallelism.plan.module import of_module  # noqa: E402
 from hydra_parallelism.plan.schedules import microbatches_of  # noqa: E402
 from hydra_parallelism.plan.traffic import traffic  # noqa: E402
+from mixture import MixtureGPT  # noqa: E402
+from model import GPT  # noqa: E402
 
 VOCAB, LOCAL_BATCH = 256, 8
 _DEADLINE = 300
+_LATE = ("torch._dynamo", "torch.distributed.pipelining")
+"""What torch imports at the first optimizer and pipeline: better here, once, than in each rank."""
 SIZES = {"dim": 64, "num_layers": 4, "heads": 4, "hidden": 256, "seq_len": 64}
 """conf/model/tiny.yaml, with four blocks, so that there may be four stages."""
 EXPERTS = {**SIZES, "hidden": 64, "experts": 8, "top_k": 2}
@@ -57,11 +61,14 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tp 2, bf16": {**_TP, "fsdp": {"mixed_precision": "bf16"}},
         "tp 2, recomputed": {**_TP, "activation_checkpointing": "full"},
         "tp 2, sequence parallel": _SP,
+        "tp 2, sequence parallel, recomputed": {**_SP, "activation_checkpointing": "full"},
         "pp 2, 1F1B": {"pp_size": 2},
         "pp 2, interleaved": {"pp_size": 2, **_INTERLEAVED},
         "ring 2": _RING,
         "ulysses 2": _ULYSSES,
         "ep 2": {"dp_shard": 2, "ep_size": 2, **_EP},
+        "ep 2, recomputed": {"dp_shard": 2, "ep_size": 2, **_EP, "activation_checkpointing": "full"},
+        "tp 2, ep 2, sequence parallel": {"ep_size": 2, **_SP, **_EP},
         "tp 2, experts whole": {**_TP, **_EP},
     },
     4: {
@@ -76,6 +83,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "ring 4": {"context_parallel": {"ring_degree": 4}},
         "ulysses 4": {"context_parallel": {"ulysses_degree": 4}},
         "ring 2 x ulysses 2": {"context_parallel": {"ring_degree": 2, "ulysses_degree": 2}},
+        "ring 4, recomputed": {"context_parallel": {"ring_degree": 4}, "activation_checkpointing": 2},
         "ep 4": {"dp_shard": 4, "ep_size": 4, **_EP},
         "fsdp 4, ep 2": {"dp_shard": 4, "ep_size": 2, **_EP},
     },
@@ -106,8 +114,7 @@ def measure(config: dict[str, Any]) -> dict[str, Any]:
     """One layout on this rank: axis -> bytes estimated and counted, and the same of what it holds."""
     with parallel_context({**config, "runtime": {"timeout_s": 120}}) as context:
         torch.manual_seed(0)
-        made = MixtureGPT(VOCAB, **EXPERTS) if context.config.ep_plan else GPT(VOCAB, **SIZES)
-        model = parallelize(made)
+        model = parallelize(make(context))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         drawn = torch.Generator().manual_seed(context.dp_rank)
@@ -116,7 +123,21 @@ def measure(config: dict[str, Any]) -> dict[str, Any]:
             training.update(model, optimizer, scaler, windows)
         with Counted() as step:
             training.update(model, optimizer, scaler, windows)
-        return {"sent": _sent(step, context), "held": _held(held(model, optimizer), context)}
+        counted = held(model, optimizer)
+        return {"sent": _sent(step, context), "held": {**_held(counted, context), **_by_module(counted, context)}}
+
+
+def make(context: ParallelContext) -> torch.nn.Module:
+    """The example's model, that with experts where the layout has a plan for them."""
+    return MixtureGPT(VOCAB, **EXPERTS) if context.config.ep_plan else GPT(VOCAB, **SIZES)
+
+
+def _by_module(counted: dict[str, int], context: ParallelContext) -> dict[str, list[float]]:
+    """The same from the module itself, of this rank."""
+    with torch.device("meta"):
+        module = make(context)
+    share = of_module(module, context.topology, context.config)
+    return {"module": [sum(each.bytes for each in share.of(context.rank)), counted["parameters"]]}
 
 
 def _sent(step: Counted, context: ParallelContext) -> dict[str, list[float]]:
@@ -171,6 +192,8 @@ def start(size: int, names: list[str]) -> dict[str, Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    for late in _LATE:
+        importlib.import_module(late)
     forking = multiprocessing.get_context("fork")
     results = forking.Queue()
     ranks = [forking.Process(target=_work, args=(rank, size, port, names, results), daemon=True) for rank in range(size)]
@@ -189,19 +212,27 @@ def start(size: int, names: list[str]) -> dict[str, Any]:
 def _combine(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Of what is sent the mean over the ranks, of what is held the most."""
     axes = dict.fromkeys(axis for rank in ranks for axis in rank["sent"])
-    mean = {axis: [sum(rank["sent"].get(axis, [0, 0])[side] for rank in ranks) / len(ranks) for side in (0, 1)] for axis in axes}
+    mean = {
+        axis: [sum(rank["sent"].get(axis, [0, 0])[side] for rank in ranks) / len(ranks) for side in (0, 1)] for axis in axes
+    }
     most = {name: [max(rank["held"][name][side] for rank in ranks) for side in (0, 1)] for name in ranks[0]["held"]}
     return {"sent": mean, "held": most}
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
     """Two tables in Markdown."""
-    lines = ["| layout | axis | sent, estimate | counted | ratio |", "|---|---|---:|---:|---:|"]
+    lines = ["| layout | axis | bytes sent, estimate | counted | ratio |", "|---|---|---:|---:|---:|"]
     for name, of in found.items():
         lines += [f"| {name} | {axis} | {_row(*both)} |" for axis, both in of["sent"].items()]
-    lines += ["", "| layout | held | estimate | counted | ratio |", "|---|---|---:|---:|---:|"]
+    head = "| layout | bytes of parameters, estimate | counted | ratio | gradients | optimizer | by `model.module` |"
+    lines += ["", head, "|---|---:|---:|---:|---:|---:|---:|"]
     for name, of in found.items():
-        lines += [f"| {name} | {what} | {_row(*both)} |" for what, both in of["held"].items()]
+        others = " | ".join(_row(*of["held"][what]).rpartition(" | ")[2] for what in ("gradients", "optimizer", "module"))
+        lines.append(f"| {name} | {_row(*of['held']['parameters'])} | {others} |")
+    for name, of in found.items():
+        if "activations" in of["held"]:
+            estimate, counted, ratio = _row(*of["held"]["activations"]).split(" | ")
+            lines += ["", f"Activations of {name}: estimate {estimate} bytes, kept by autograd {counted}, ratio {ratio}."]
     return "\n".join(lines)
 
 

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from . import launch, pictures, run_mode
+from .best import read_estimator
 from .constraints import Feasible, feasible, judge, read_constraints
 from .errors import ConfigurationError
 from .outcome import Row, Status
@@ -29,7 +30,7 @@ from .progress import Progress
 from .ranking import table
 from .results import ResultsFile
 from .sweep_jobs import Recorder, run_jobs
-from .sweep_plan import Candidate, Plan, describe, make_plan
+from .sweep_plan import Candidate, Plan, describe, keep_best, make_plan
 from .sweeper_config import Direction, LayoutsConfig, OnInvalid
 
 __all__ = ["Feasible", "feasible", "judge", "run"]
@@ -61,7 +62,12 @@ def run(
     model = read_constraints(given.get("constraints"))
     if run_mode.is_ours(config):
         launch.check(run_mode.options_of(config), run_mode.options_of(config).nnodes)
-    plan = make_plan(loader, config, combinations, axes=options.axes, model=model, max_jobs=options.max_jobs)
+    estimator = read_estimator(options)
+    plan = make_plan(
+        loader, config, combinations, axes=options.axes, model=model, max_jobs=options.max_jobs, estimator=estimator
+    )
+    if options.top is not None:
+        keep_best(plan, options.top)
     if run_mode.is_dry(config):
         _tell(loader, config, plan, options)
         return []
@@ -163,7 +169,7 @@ def _refuse_invalid(plan: Plan, options: LayoutsConfig) -> None:
             "nothing was started\n  try: hydra.sweeper.on_invalid=skip"
         )
     if not plan.runnable:
-        why = skipped[0].reason if skipped else "hydra.sweeper.constraints leave none of the layouts"
+        why = skipped[0].reason if skipped else plan.unpriced or "hydra.sweeper.constraints leave none of the layouts"
         raise ConfigurationError(f"there is nothing to run: {why}")
 
 

@@ -16,15 +16,17 @@ from omegaconf import DictConfig, OmegaConf
 from . import interpolations, run_mode
 from . import world as world_module
 from ._equation import FACTORS, read_degrees
+from .best import Estimator
 from .constraints import ModelConstraints, splits_sequence, violations
 from .errors import ConfigurationError
 from .layouts import SweptAxis, count, enumerate_layouts, overrides_of, parse_axes
+from .plan.rank import Estimate, order
 from .ranking import layout_of
 from .swept_axes import AXES_KEY, NAMES, show
 from .topology import Topology, resolve
 from .world import World
 
-__all__ = ["Candidate", "Plan", "describe", "in_one_line", "make_plan"]
+__all__ = ["Candidate", "Plan", "describe", "in_one_line", "keep_best", "make_plan"]
 
 _MOST_LAYOUTS = 1000
 """An enumeration of more layouts needs ``max_jobs``: nobody runs them all, and composing them takes minutes."""
@@ -50,6 +52,10 @@ class Candidate:
     """Its number among the jobs, which also names its folder."""
     is_done: bool = False
     """Whether an earlier run of this sweep has its result."""
+    estimate: Estimate | None = None
+    """What a plan says it costs, where that was asked for."""
+    unpriced: str = ""
+    """Why it has none."""
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -66,6 +72,12 @@ class Plan:
     """How many more ``max_jobs`` leaves out, at most."""
     constrained: int = 0
     """How many enumerated layouts the constraints have left out so far."""
+    slower: int = 0
+    """How many are not among the best by estimate."""
+    unfit: int = 0
+    """How many do not fit into memory by estimate, or have none."""
+    unpriced: str = ""
+    """Why not, the first of them."""
 
     @property
     def runnable(self) -> list[Candidate]:
@@ -81,6 +93,7 @@ def make_plan(
     axes: Any = None,
     model: ModelConstraints | None = None,
     max_jobs: int | None = None,
+    estimator: Estimator | None = None,
 ) -> Plan:
     """Compose every combination, resolve its topology against its world, and judge it. Starts nothing.
 
@@ -91,6 +104,7 @@ def make_plan(
         axes: Axes over which each combination is enumerated; ``None`` for none.
         model: What the model's numbers allow; ``None`` allows everything.
         max_jobs: How many to run at most.
+        estimator: Prices each of them; ``None`` prices nothing.
 
     Raises:
         ConfigurationError: The launcher cannot run the jobs, or an enumeration is not possible or too long.
@@ -103,7 +117,7 @@ def make_plan(
         if layout is not None and violations(layout, model, over_tp):
             plan.constrained += 1  # of thousands nobody wants to read why
             continue
-        candidate = _judge(loader, config, overrides, model)
+        candidate = _judge(loader, config, overrides, model, estimator)
         plan.candidates.append(candidate)
         if not candidate.reason:
             candidate.twin = seen.get(candidate.fingerprint)
@@ -169,7 +183,20 @@ def _stated_world(config: DictConfig, composed: DictConfig, node: Any, key: str,
     return World(found, local_size=found, sources={"size": f"world_size={found} (visible accelerators)"})
 
 
-def _judge(loader: ConfigLoader, config: DictConfig, overrides: list[str], model: ModelConstraints) -> Candidate:
+def keep_best(plan: Plan, top: int) -> None:
+    """Keep of what can be run the best by estimate, best first. Of equal ones the order of the sweep decides."""
+    priced = [(each.estimate, each) for each in plan.runnable if each.estimate is not None]
+    unpriced = [each.unpriced for each in plan.runnable if each.estimate is None]
+    best = [each for _, each in sorted(priced, key=lambda pair: order(pair[0]))]
+    kept = {id(each) for each in best[:top]}
+    others = [each for each in plan.candidates if each.reason or id(each.twin) in kept]
+    plan.slower, plan.unfit, plan.unpriced = len(best[top:]), len(unpriced), next(iter(unpriced), "")
+    plan.candidates = [*best[:top], *others]
+
+
+def _judge(
+    loader: ConfigLoader, config: DictConfig, overrides: list[str], model: ModelConstraints, estimator: Estimator | None
+) -> Candidate:
     composed = loader.load_sweep_config(config, list(overrides))
     candidate = Candidate(list(overrides))
     node, key = run_mode.node_of(composed)
@@ -187,6 +214,11 @@ def _judge(loader: ConfigLoader, config: DictConfig, overrides: list[str], model
     if not run_mode.is_ours(composed) and not run_mode.is_cluster(config) and candidate.topology.world_size > 1:
         raise ConfigurationError(_refusal(composed, candidate))
     candidate.fingerprint = _fingerprint(composed, key, candidate)
+    if estimator is not None:
+        try:
+            candidate.estimate = estimator.judge(candidate.topology, node)
+        except ConfigurationError as error:
+            candidate.unpriced = in_one_line(error)
     return candidate
 
 
@@ -290,5 +322,7 @@ def _headline(plan: Plan) -> str:
         "skipped": sum(bool(each.reason) for each in plan.candidates),
         "left out by the constraints": plan.constrained,
         "left out by max_jobs": plan.left_out,
+        "slower by estimate": plan.slower,
+        "too large or impossible by estimate": plan.unfit,
     }
     return ", ".join([f"layouts: {todo} to run", *(f"{number} {what}" for what, number in counts.items() if number)])

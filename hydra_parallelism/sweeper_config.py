@@ -6,7 +6,7 @@ from typing import Any
 
 from .constraints import ModelConstraints
 
-__all__ = ["Direction", "LayoutsConfig", "OnInvalid"]
+__all__ = ["Direction", "EstimatesConfig", "LayoutsConfig", "OnInvalid"]
 
 
 class OnInvalid(Enum):
@@ -24,6 +24,16 @@ class Direction(Enum):
 
 
 @dataclass
+class EstimatesConfig:
+    """What ``top`` estimates with, in the words of ``hydra-parallelism plan``."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    """The shape of the model and ``batch``, e.g. ``{hidden: 4096, layers: 32, ...}``; interpolations read the app's config."""
+    world: dict[str, Any] = field(default_factory=dict)
+    """The machine: ``per_node``, ``memory_gb``, ``tflops``, ...; what is not said is a DGX H100's."""
+
+
+@dataclass
 class LayoutsConfig:
     """A sweep over layouts: those that exist, each once, and a ranked answer at the end."""
 
@@ -38,6 +48,10 @@ class LayoutsConfig:
     """``skip`` leaves out what does not fit and says why; ``fail`` starts nothing then."""
     max_jobs: int | None = None
     """Run the first so many layouts that fit. ``null``: all of them, but an enumeration of more than 1000 is refused."""
+    top: int | None = None
+    """Run only the best so many by estimate, best first, of those that fit into memory by estimate. ``null``: all of them."""
+    plan: EstimatesConfig = field(default_factory=EstimatesConfig)
+    """The model and the machine that ``top`` needs."""
     objective: str | None = None
     """Which of the numbers that the task returns to rank by; ``null`` when it returns one."""
     direction: Direction = Direction.minimize

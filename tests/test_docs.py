@@ -83,7 +83,9 @@ def environment() -> dict[str, str]:
 def outcomes(folder: Path) -> dict[str, dict]:
     """Command -> what its ranks did."""
     jobs = [{"command": command.words[1:], "ranks": ranks_of(command)} for command in MANY]
-    running = start([sys.executable, APPS / "warm.py"], copy_of_the_app(folder), env={**environment(), "JOBS": json.dumps(jobs)})
+    running = start(
+        [sys.executable, APPS / "warm.py"], copy_of_the_app(folder), env={**environment(), "JOBS": json.dumps(jobs)}
+    )
     try:
         text, _ = running.communicate(timeout=380)
     finally:
@@ -157,7 +159,9 @@ def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     index = (DOCS / "index.md").read_text()
-    listed = [name for block in re.findall(r"```\{toctree\}\n(.*?)```", index, re.DOTALL) for name in block.split("\n\n")[1].split()]
+    listed = [
+        name for block in re.findall(r"```\{toctree\}\n(.*?)```", index, re.DOTALL) for name in block.split("\n\n")[1].split()
+    ]
     written = {page.removesuffix(".md") for page in pages()} - {"index"}
     assert sorted(listed) == sorted(written | {f"reference/{name}" for name in generator().pages()})
 
@@ -231,7 +235,11 @@ def test_the_reference_has_every_preset_resolver_and_name() -> None:
 
 def test_the_list_of_messages_has_what_people_meet() -> None:
     made = generator().pages()["messages"]
-    for first in ("expert parallelism does not fit:", "no parallel context: choose a preset", "… has been parallelized already"):
+    for first in (
+        "expert parallelism does not fit:",
+        "no parallel context: choose a preset",
+        "… has been parallelized already",
+    ):
         assert first in made
 
 

@@ -9,9 +9,10 @@ from hydra_parallelism.config import FSDPConfig, MixedPrecision, ParallelismConf
 from hydra_parallelism.plan import collectives, schedules
 from hydra_parallelism.plan.composition import Case
 from hydra_parallelism.plan.machine import Link, MachineConfig, read_machine
-from hydra_parallelism.plan.memory import activations, memory_of, share_of
+from hydra_parallelism.plan.memory import activations, memory_of
 from hydra_parallelism.plan.model import Model, ModelConfig, read_model
 from hydra_parallelism.plan.price import price
+from hydra_parallelism.plan.share import fullest
 from hydra_parallelism.plan.traffic import traffic
 
 SMALL: dict[str, Any] = {
@@ -101,14 +102,14 @@ def test_policies_of_fsdp() -> None:
 
 def test_what_a_stage_and_a_tensor_rank_hold() -> None:
     """Norms are whole over tp: (192 + 384) / 2 + 16 = 304 a block. Of two stages the one with the head: 2 * 304 + 128 + 8."""
-    share = share_of(model(**SMALL), Topology(pp=2, tp=2))
+    share = fullest(model(**SMALL), Topology(pp=2, tp=2), ParallelismConfig())
     assert (share.blocks, share.block, share.experts, share.ends, share.params) == (2, 304, 0, 136, 744)
 
 
 def test_what_an_expert_rank_holds() -> None:
     """Four experts of 384 and a router of 8 * 4 over ep=2: two experts whole; sharded over efsdp=2, the rest over fsdp=4."""
     of, at = model(**SMALL, experts=4), Topology(dp_shard=4, ep=2)
-    share = share_of(of, at)
+    share = fullest(of, at, ParallelismConfig())
     assert (share.block, share.experts) == (192 + 16 + 32, 2 * 384)
     assert memory_of(of, at, ParallelismConfig()).parameters == 4 * ((4 * 240 + 520) / 4 + 4 * 768 / 2)
 
@@ -184,11 +185,47 @@ def test_traffic_of_replicas_and_shards() -> None:
 
 
 def test_traffic_of_activations() -> None:
-    """32 tokens of 8 numbers are 1024 bytes; four all-reduces a block, over two ranks each sends as much as it reduces."""
-    assert moved(Topology(tp=2)) == [("tp", "all-reduce", "activations", 16, 16 * 1024)]
-    assert moved(Topology(tp=2), enable_sequence_parallel=True)[0][1] == "all-gather, reduce-scatter"
+    """32 tokens of 8 numbers are 1024 bytes, 32 logits of each 4096.
+
+    Of four blocks: two sums forward; backward one for each of queries, keys, values, gate and up. Over two ranks each sends as
+    much as it reduces, and half of what it gathers.
+    """
+    ends = [
+        ("tp", "all-reduce", "embeddings", 1, 1024),
+        ("tp", "all-gather", "logits", 1, 4096 / 2),
+        ("tp", "all-reduce", "gradients of the head's input", 1, 1024),
+    ]
+    assert moved(Topology(tp=2)) == [
+        ("tp", "all-reduce", "activations", 8, 8 * 1024),
+        ("tp", "all-reduce", "their gradients", 20, 20 * 1024),
+        *ends,
+    ]
+    # Two zones a block, both ways, and once in and once out of the blocks; 16 numbers of norms a block.
+    assert moved(Topology(tp=2), enable_sequence_parallel=True) == [
+        ("tp", "all-gather", "activations", 18, 18 * 512),
+        ("tp", "reduce-scatter", "activations", 16, 16 * 512),
+        ("tp", "all-reduce", "gradients of whole weights", 4, 4 * 4 * 16),
+        *ends,
+    ]
     assert moved(Topology(pp=2)) == [("pp", "send", "activations", 4, 4 * 1024)]
     assert moved(Topology(pp=4), rank=1) == [("pp", "send", "activations", 16, 16 * 1024)]
+
+
+def test_what_is_recomputed_is_sent_again_but_for_the_last_sum() -> None:
+    """Checkpointing stops when all that backward needs is there: three sums a block instead of two."""
+    assert moved(Topology(tp=2), activation_checkpointing="full")[0][3] == 12
+    full = moved(Topology(tp=2), activation_checkpointing="full", enable_sequence_parallel=True)
+    assert [each[3] for each in full[:2]] == [26, 20]
+
+
+def test_units_gathered_by_micro_batches() -> None:
+    """Once for each of 4 and once more, in a pipeline; twice for each of 4 calls without one, and the root once each."""
+    gathers = [each[3] for each in moved(Topology(pp=2, dp_shard=2)) if each[1] == "all-gather"]
+    assert gathers == [2 * 5, 1]
+    calls = [each[3] for each in moved(Topology(dp_shard=2), of={**SMALL, "batch": 16}) if each[1] == "all-gather"]
+    assert calls == [4 * 8, 4]
+    split = PipelineConfig(schedule=PipelineSchedule.InterleavedZeroBubble)
+    assert [e[3] for e in moved(Topology(pp=2, dp_shard=2), pipeline=split) if e[1] == "all-gather"] == [2, 1]
 
 
 def test_traffic_of_context_axes() -> None:
@@ -205,13 +242,54 @@ def test_traffic_of_context_axes() -> None:
 def test_traffic_of_experts() -> None:
     """Each of 32 tokens goes to two experts: 2048 bytes, of which half leave the rank. Experts are gathered over efsdp=2."""
     found = moved(Topology(dp_shard=4, ep=2), of={**SMALL, "experts": 4})
-    assert found[-1] == ("ep", "all-to-all", "tokens", 16, 16 * 1024)
+    assert found[-2:] == [
+        ("ep", "all-to-all", "tokens", 16, 16 * 1024),
+        ("ep", "all-gather", "counts of tokens", 4, 4 * 8 * 4),
+    ]
     assert ("efsdp", "all-gather", "parameters", 8, 8 * 4 * 768 / 2) in found
     assert ("fsdp", "all-gather", "parameters", 8, 8 * 4 * 240 * 3 / 4) in found
 
 
+@pytest.mark.parametrize(
+    ("numbers", "at", "policies", "reason"),
+    [
+        ({"tied": True}, Topology(pp=2), {}, "model.tied=true, but with parallelism.pp_size=2 embedding and head are in two "
+         "stages and cannot be one weight; try model.tied=false"),
+        ({}, Topology(pp=8), {}, "model.layers=4 is less than the 8 stages of parallelism.pp_size=8 under 1F1B"),
+        ({}, Topology(pp=2), {"pipeline": PipelineConfig(split=[["a"], ["b"]])},
+         "parallelism.pipeline.split names modules, which numbers do not have; try parallelism.pipeline.split=auto"),
+        ({}, Topology(tp=4), {}, "model.kv_heads=2 does not divide by parallelism.tp_size=4"),
+        ({"experts": 4}, Topology(dp_shard=2, tp=2, ep=4), {}, "parallelism.ep_size=4 with parallelism.tp_size=2: the tp ranks "
+         "have the same tokens, which only ep_size=tp_size or parallelism.enable_sequence_parallel=true makes use of"),
+    ],
+)  # fmt: skip
+def test_what_would_be_refused_is_not_priced(
+    numbers: dict[str, Any], at: Topology, policies: dict[str, Any], reason: str
+) -> None:
+    for of in (traffic, lambda case, model, _: memory_of(model, case.topology, case.config)):
+        with pytest.raises(ConfigurationError) as error:
+            of(case(at, **policies), model(**{**SMALL, **numbers}), 0)
+        assert str(error.value) == f"the model does not go with the layout:\n  {reason}"
+
+
+def test_a_batch_is_made_of_whole_calls() -> None:
+    with pytest.raises(ConfigurationError) as error:
+        moved(Topology(pp=2, dp_shard=2), of={**SMALL, "batch": 24})
+    assert str(error.value) == (
+        "the model does not go with the layout:\n  model.batch=24 does not divide by dp=2 * micro-batches of the pipeline=4 * "
+        "model.micro_batch=2 = 16"
+    )
+
+
+def test_a_data_rank_takes_its_share_of_the_batch_unless_told() -> None:
+    """Sixteen sequences over two pipelines of four micro-batches are two at a time."""
+    of = {**SMALL, "micro_batch": None, "batch": 16}
+    assert moved(Topology(pp=2, dp_shard=2), of=of) == moved(Topology(pp=2, dp_shard=2))
+    assert moved(Topology(tp=2), of=of) == moved(Topology(tp=2), of={**SMALL, "micro_batch": 16})
+
+
 def test_a_group_within_a_node_is_faster() -> None:
-    near, far = (price(case(Topology(tp=ranks)), model(**LLAMA_3_8B), 0)["traffic"][0] for ranks in (8, 16))
+    near, far = (price(case(Topology(tp=ranks)), model(**{**LLAMA_3_8B, "kv_heads": 16}), 0)["traffic"][0] for ranks in (8, 16))
     assert near["seconds"] == pytest.approx(near["count"] * 14 * 3.4e-6 + near["bytes"] / 450e9)
     assert far["seconds"] == pytest.approx(far["count"] * 30 * 14e-6 + far["bytes"] / 50e9)
 

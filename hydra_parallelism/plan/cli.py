@@ -10,11 +10,13 @@ from typing import Any
 
 __all__ = ["main"]
 
+_TOP = 10
 _PLAN = """\
 say what a layout would be on a machine, without starting anything
 
   hydra-parallelism plan parallelism=hsdp world.nodes=16 world.per_node=8
   hydra-parallelism plan parallelism.tp_size=8 parallelism.dp_shard=-1 world=dgx_a100 world.nodes=4 --of 9
+  hydra-parallelism plan --rank world.nodes=8 model.hidden=4096 model.layers=32 ... model.batch=1024
 """
 
 
@@ -90,10 +92,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=("group", "index"),
         help="of pictures: one colour for each group along it (default), or for each index in one",
     )
+    plan.add_argument("--rank", action="store_true", help="all layouts of the machine for a model, fastest first, by estimate")
+    plan.add_argument("--top", type=int, metavar="N", help="of --rank: how many to list (default: 10)")
     return parser
 
 
 def _plan(parsed: argparse.Namespace, overrides: list[str]) -> None:
+    from ..errors import ConfigurationError
     from .composition import compose, model_of, resolve_case
     from .output import PICTURES, deliver, format_of
     from .report import report
@@ -101,7 +106,12 @@ def _plan(parsed: argparse.Namespace, overrides: list[str]) -> None:
     kind = format_of(parsed.output, parsed.format) if parsed.output else parsed.format
     if kind not in PICTURES:
         _refuse_colours(parsed)
+    if parsed.top is not None and (not parsed.rank or parsed.top < 1):
+        raise ConfigurationError(f"--top {parsed.top} is the number of layouts that --rank lists\n  try: --rank --top 10")
     config = compose(overrides, parsed.config_dir, parsed.config_name)
+    if parsed.rank:
+        _rank(kind, parsed, config)
+        return
     case, model = resolve_case(config), model_of(config)
     if kind == "svg":
         from .drawing import default_axis, draw
@@ -109,7 +119,9 @@ def _plan(parsed: argparse.Namespace, overrides: list[str]) -> None:
         deliver(draw(case, parsed.colour or default_axis(case.topology), parsed.by or "group"), parsed.output)
         return
     facts = report(case, parsed.of, whole=kind == "json")
-    if model is not None:
+    if config.model.module is not None:
+        facts["price"] = _price_module(case, config.model.module, parsed.of)
+    elif model is not None:
         from .price import price
 
         facts["price"] = price(case, model, parsed.of)
@@ -130,6 +142,28 @@ def _refuse_colours(parsed: argparse.Namespace) -> None:
         value = getattr(parsed, name)
         if value:
             raise ConfigurationError(f"--{name} {value} is for pictures\n  try: --format svg --{name} {value}")
+
+
+def _price_module(case: Any, path: str, rank: int) -> dict[str, Any]:
+    from .module import build, of_module
+    from .price import price
+
+    share = of_module(build(path), case.topology, case.config)
+    return {**price(case, share.params, rank, share.memory(case.config)), "held": share.rows(rank)}
+
+
+def _rank(kind: str | None, parsed: argparse.Namespace, composed: Any) -> None:
+    from ..errors import ConfigurationError
+    from .composition import model_of
+    from .output import PICTURES, deliver
+    from .rank import as_data, need_work, rank_layouts, show
+
+    if kind in PICTURES:
+        raise ConfigurationError(f"--format {kind} is a picture of one layout\n  try: --format json with --rank")
+    model = need_work(model_of(composed), "--rank")
+    facts = as_data(rank_layouts(composed, model), model, parsed.top or _TOP)
+    text = json.dumps(facts, indent=2) if kind == "json" else show(facts, 1e9 * composed.world.memory_gb)
+    deliver(f"{text}\n", parsed.output)
 
 
 def _print(facts: dict[str, Any], kind: str | None, output: str | None) -> None:

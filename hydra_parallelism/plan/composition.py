@@ -7,16 +7,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from .. import _answers, interpolations
 from .._equation import read_degrees
+from ..config import ParallelismConfig
 from ..constraints import CONSTRAINTS_KEY, ModelConstraints, is_positive, read_constraints
 from ..errors import ConfigurationError
 from ..topology import resolve
 from ..world import World
 from .case import Case, case_of
-from .machine import MachineConfig, read_machine
+from .machine import Machine, MachineConfig, read_machine
 from .model import Model, ModelConfig, read_model
 from .overrides import Composed, compose
 
-__all__ = ["Case", "compose", "model_of", "resolve_case"]
+__all__ = ["Case", "compose", "model_of", "read_policies", "resolve_case"]
 
 
 def resolve_case(composed: Composed) -> Case:
@@ -68,6 +69,24 @@ def _follow_launcher(machine: MachineConfig, config: DictConfig) -> tuple[Machin
 def _constraints(config: DictConfig) -> ModelConstraints:
     """What the sweeper of an app is told about its model."""
     return read_constraints(OmegaConf.select(config, CONSTRAINTS_KEY))
+
+
+def read_policies(composed: Composed) -> tuple[Machine, ParallelismConfig]:
+    """The machine, all of it used, and the ``parallelism`` node with its interpolations resolved there; degrees unresolved.
+
+    Raises:
+        ConfigurationError: A value of ``world`` is out of range, or the launcher starts processes on another number of nodes.
+    """
+    written: MachineConfig = OmegaConf.to_object(composed.world)  # type: ignore[assignment]
+    read_machine(written, 1)
+    written, _ = _follow_launcher(written, composed.config)
+    size = composed.parallelism.world_size or (written.nodes or 1) * written.per_node
+    with _answers.planned(_world(written, size)):
+        plain = OmegaConf.to_container(composed.parallelism, resolve=True)
+    read: ParallelismConfig = OmegaConf.to_object(  # type: ignore[assignment]
+        OmegaConf.merge(OmegaConf.structured(ParallelismConfig), plain)
+    )
+    return read_machine(written, size), read
 
 
 def model_of(composed: Composed) -> Model | int | None:

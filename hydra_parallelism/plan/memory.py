@@ -10,7 +10,7 @@ from ..config import ParallelismConfig
 from ..topology import Topology
 from .model import Model
 from .schedules import in_flight, microbatches_of
-from .share import Share, calls_of, compute_bytes, fullest, refuse, share_of
+from .share import Share, calls_of, compute_bytes, fitted, fullest, share_of
 
 __all__ = ["Memory", "activations", "gathered", "memory_of", "recomputed"]
 
@@ -48,12 +48,12 @@ def memory_of(model: Model | int, at: Topology, config: ParallelismConfig) -> Me
         config: Policies: precision, resharding, offload, recomputation, schedule, inference.
 
     Raises:
-        ConfigurationError: The model does not go with the layout, see :func:`.share.refuse`.
+        ConfigurationError: The model does not go with the layout, see :func:`.share.fitted`.
     """
     if isinstance(model, int):
         held, whole, active = model / (at.pp * at.tp * at.fsdp), 0.0, None
     else:
-        refuse(model, at, config)
+        model = fitted(model, at, config)
         share = fullest(model, at, config)
         # Experts are sharded over efsdp = fsdp * tp / ep ranks.
         over = at.efsdp if at.ep > 1 else at.fsdp
@@ -97,7 +97,7 @@ def activations(model: Model, at: Topology, config: ParallelismConfig) -> float:
 
     With ``ffn = 4 * hidden``, ungated, that is the paper's ``34 * hidden`` bytes less 2 for masks of dropout. With experts the
     input and the inside of the feed-forward part count ``top_k`` times. A block that is recomputed keeps its input, ``hidden``,
-    and one such block at a time has everything. The last stage has float32 logits, ``4 * vocab`` bytes (section 4.3); of them the loss keeps their log-softmax.
+    and one such block at a time has everything. The last stage has float32 logits, ``4 * vocab`` bytes (section 4.3).
     """
     per_block = _kept_by_block(model, at, config) * model.tokens / at.cp * compute_bytes(config)
     return max(_of_stage(model, at, config, index, per_block) for index in range(at.pp))

@@ -16,7 +16,9 @@ __all__ = ["Model", "ModelConfig", "read_model"]
 class ModelConfig:
     """The ``model`` node of a plan: ``params`` alone, or the shape. Nothing at all prices nothing."""
 
-    params: Optional[int] = None  # noqa: UP045  (OmegaConf reads it)
+    module: Optional[str] = None  # noqa: UP045  (OmegaConf reads it)
+    """``package.module:function`` that builds the model, in place of numbers; called on ``meta``, which takes torch."""
+    params: Optional[int] = None  # noqa: UP045
     """Parameters of a model whose shape is not said; then only what depends on their number is priced."""
     hidden: Optional[int] = None  # noqa: UP045
     """Width of the residual stream."""
@@ -42,11 +44,11 @@ class ModelConfig:
     """Experts that a token goes to, if there are several."""
     sequence: Optional[int] = None  # noqa: UP045
     """Tokens of a sequence, before context parallelism cuts it."""
-    micro_batch: int = 1
-    """Sequences that a data-parallel rank computes on at a time."""
+    micro_batch: Optional[int] = None  # noqa: UP045
+    """Sequences that a data-parallel rank computes on at a time. ``null``: its whole share of ``batch`` (of a micro-batch of a
+    pipeline), or one where there is no ``batch``. With both, gradients of several calls make a step."""
     batch: Optional[int] = None  # noqa: UP045
-    """Sequences of a step of the optimizer over all data-parallel ranks. ``null``: one call of ``forward_backward`` is a step,
-    of one micro-batch, or of all that a pipeline takes."""
+    """Sequences of a step of the optimizer over all data-parallel ranks. ``null``: a step is one ``forward_backward``."""
 
 
 _SHAPE = ("hidden", "layers", "heads", "ffn", "vocab", "sequence")
@@ -68,7 +70,8 @@ class Model:
     experts: int
     top_k: int
     sequence: int
-    micro_batch: int
+    micro_batch: int | None
+    """``None``: the layout says it, see :func:`.share.fitted`."""
     batch: int | None
 
     @property
@@ -79,7 +82,7 @@ class Model:
     @property
     def tokens(self) -> int:
         """Of a micro-batch: micro_batch * sequence."""
-        return self.micro_batch * self.sequence
+        return (self.micro_batch or 1) * self.sequence
 
     @property
     def attention(self) -> int:
@@ -132,16 +135,19 @@ def read_model(config: ModelConfig, key: str = "model") -> Model | int | None:
     """Judge the node.
 
     Returns:
-        The model; the number of parameters if only that is said; ``None`` if nothing is.
+        The model; the number of parameters if only that is said; ``None`` if no number is, as with ``module``.
 
     Raises:
         ConfigurationError: Names every value out of range, and what is missing for a shape.
     """
-    numbers = {name: value for name, value in vars(config).items() if value is not None and not isinstance(value, bool)}
+    numbers = {name: value for name, value in vars(config).items() if isinstance(value, int) and not isinstance(value, bool)}
     problems = [f"{key}.{name}={value}: must be at least 1" for name, value in numbers.items() if value < 1]
     said = [name for name in _SHAPE if name in numbers]
     if config.params is not None and said:
         problems.append(f"{key}.params={config.params} and {key}.{said[0]}={numbers[said[0]]}: say the number or the shape")
+    if config.module is not None and (said or config.params is not None):
+        other = said[0] if said else "params"
+        problems.append(f"{key}.module={config.module} and {key}.{other}={numbers[other]}: say the module or the numbers")
     missing = [name for name in _SHAPE if said and name not in numbers]
     if missing and config.params is None:
         problems.append(f"{key}.{said[0]}={numbers[said[0]]} is part of a shape, which needs {', '.join(missing)} too")
@@ -151,8 +157,9 @@ def read_model(config: ModelConfig, key: str = "model") -> Model | int | None:
         raise ConfigurationError("\n  ".join([f"{key} is not valid:", *problems]))
     if not said:
         return config.params
-    shape = {name: value for name, value in vars(config).items() if name != "params"}
-    return Model(**{**shape, "kv_heads": config.kv_heads or config.heads})
+    shape = {name: value for name, value in vars(config).items() if name not in ("params", "module")}
+    micro_batch = 1 if config.batch is None and config.micro_batch is None else config.micro_batch
+    return Model(**{**shape, "kv_heads": config.kv_heads or config.heads, "micro_batch": micro_batch})
 
 
 def _judge_shape(config: ModelConfig, key: str) -> list[str]:

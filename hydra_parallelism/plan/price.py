@@ -3,7 +3,7 @@
 from typing import Any
 
 from .case import Case
-from .fit import check_fit
+from .duration import duration_of
 from .memory import Memory, memory_of
 from .model import Model
 from .schedules import bubble, microbatches_of
@@ -12,19 +12,18 @@ from .traffic import Transfer, traffic
 __all__ = ["price"]
 
 
-def price(case: Case, model: Model | int, rank: int) -> dict[str, Any]:
-    """Price a case for a model.
+def price(case: Case, model: Model | int, rank: int, memory: Memory | None = None) -> dict[str, Any]:
+    """Price a case for a model. ``memory`` is what is known of it better than by formula.
 
     Returns:
         ``machine`` (memory and links), ``params``, ``memory`` (bytes), ``traffic`` (``None`` when only the number of parameters
-        is known), ``seconds`` of all of it one after the other, ``pipeline`` (``None`` without one), ``warnings``.
+        is known), ``seconds`` of all of it one after the other, ``step`` (seconds by part, likewise ``None``), ``pipeline``
+        (``None`` without one), ``warnings``.
 
     Raises:
-        ConfigurationError: The layout cannot split the model.
+        ConfigurationError: The model does not go with the layout.
     """
-    if not isinstance(model, int):
-        check_fit(case, model)
-    memory = memory_of(model, case.topology, case.config)
+    memory = memory or memory_of(model, case.topology, case.config)
     moved = None if isinstance(model, int) else [_told(each) for each in traffic(case, model, rank)]
     return {
         "machine": {
@@ -36,9 +35,15 @@ def price(case: Case, model: Model | int, rank: int) -> dict[str, Any]:
         "memory": {**vars(memory), "device": memory.device},
         "traffic": moved,
         "seconds": None if moved is None else sum(each["seconds"] for each in moved),
+        "step": None if isinstance(model, int) else _step(case, model),
         "pipeline": _pipeline(case),
         "warnings": _too_much(case, memory),
     }
+
+
+def _step(case: Case, model: Model) -> dict[str, float]:
+    found = duration_of(case, model)
+    return {**vars(found), "seconds": found.step}
 
 
 def _told(moved: Transfer) -> dict[str, Any]:

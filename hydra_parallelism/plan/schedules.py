@@ -54,7 +54,7 @@ def microbatches_of(config: PipelineConfig, pp: int) -> int:
 def in_flight(schedule: str, p: int, m: int, rank: int = 0) -> float:
     """Micro-batches whose activations a rank keeps, in units of all its blocks. Rank 0 keeps most.
 
-    1F1B ``p - rank`` (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1), of ZBV ``p`` on all (Qi et al. 2024, arXiv 2401.10241);
+    1F1B ``p - rank`` (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1), ZBV ``p`` (Qi et al. 2024, arXiv 2401.10241);
     interleaved with ``v=2`` stages on a rank ``p * (1 + (p - 1) / (p * v))`` (Korthikanti et al. 2022, arXiv 2205.05198,
     section 4.2.3); never more than ``m``, which GPipe and breadth-first schedules keep. DualPipeV is counted as ``m``, too: an
     upper bound.

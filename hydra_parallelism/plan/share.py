@@ -1,14 +1,20 @@
 """What one rank works with: its part of the parameters, and how often it computes in a step. Pure."""
 
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from ..config import ParallelismConfig
+from ..constraints import ModelConstraints, violations
 from ..errors import ConfigurationError
 from ..topology import Topology
 from .model import Model
 from .schedules import divide, microbatches_of, stages_of, stages_per_rank
 
-__all__ = ["Share", "calls_of", "compute_bytes", "fullest", "refuse", "share_of"]
+__all__ = ["Share", "calls_of", "compute_bytes", "fitted", "fullest", "share_of"]
+
+_NAMES = {"num_heads": "heads", "seq_len": "sequence", "num_experts": "experts"}
 
 
 @dataclass(frozen=True)
@@ -74,49 +80,70 @@ def fullest(model: Model, at: Topology, config: ParallelismConfig) -> Share:
 
 
 def calls_of(model: Model, at: Topology, config: ParallelismConfig) -> int:
-    """Calls of ``forward_backward`` whose gradients make one step, as ``accumulate`` counts them.
-
-    Raises:
-        ConfigurationError: ``model.batch`` is no multiple of what all data-parallel ranks take in a call.
-    """
-    count = microbatches_of(config.pipeline, at.pp)
-    taken = at.dp * model.micro_batch * count
-    if model.batch is None:
+    """Calls of ``forward_backward`` whose gradients make one step, as ``accumulate`` counts them, of a fitted model."""
+    if model.batch is None or model.micro_batch is None:
         return 1
-    calls, rest = divmod(model.batch, taken)
-    if rest or not calls:
-        parts = f" * {count} micro-batches" if at.pp > 1 else ""
-        raise ConfigurationError(
-            f"model.batch={model.batch} is not a multiple of dp={at.dp} * model.micro_batch={model.micro_batch}{parts} = {taken}, "
-            f"which one call takes\n  try: model.batch={max(calls, 1) * taken}"
-        )
-    return calls
+    return max(1, model.batch // (at.dp * model.micro_batch * microbatches_of(config.pipeline, at.pp)))
 
 
-def refuse(model: Model, at: Topology, config: ParallelismConfig) -> None:
-    """Refuse to price what would not run, or is not known here.
+def fitted(model: Model, at: Topology, config: ParallelismConfig) -> Model:
+    """The model with its ``micro_batch`` settled; what ``parallelize`` refuses to run, or is not known here, is not priced.
 
     Raises:
-        ConfigurationError: Too few blocks for the stages, an explicit split, tied weights in a pipeline, or a batch that does
-            not divide.
+        ConfigurationError: All that is wrong: numbers that degrees do not divide, too few blocks for the stages, tied weights
+            in a pipeline, an explicit split, a batch that does not divide.
     """
-    if at.pp > 1:
-        schedule = config.pipeline.schedule.name
-        stages = at.pp * stages_per_rank(schedule)
-        if model.layers < stages:
-            raise ConfigurationError(
-                f"parallelism.pp_size={at.pp} with parallelism.pipeline.schedule={schedule} makes {stages} stages, but "
-                f"model.layers={model.layers}\n"
-                f"  try: parallelism.pp_size={max(1, model.layers // stages_per_rank(schedule))}"
-            )
-        if config.pipeline.split != "auto":
-            raise ConfigurationError(
-                "parallelism.pipeline.split names modules, which a model of numbers does not have\n"
-                "  try: parallelism.pipeline.split=auto"
-            )
-        if model.tied:
-            raise ConfigurationError(
-                f"model.tied=true, but parallelism.pp_size={at.pp}: embedding and head are in different stages and cannot be "
-                "one weight, so parallelize refuses such a model\n  try: model.tied=false, or parallelism.pp_size=1"
-            )
-    calls_of(model, at, config)
+    problems = [*_indivisible(model, at, config), *_experts(at, config), *(_pipeline(model, at, config) if at.pp > 1 else ())]
+    problems += _batch(model, at, config)
+    if problems:
+        raise ConfigurationError("\n  ".join(["the model does not go with the layout:", *problems]))
+    if model.batch is None or model.micro_batch is not None:
+        return model
+    return replace(model, micro_batch=model.batch // (at.dp * microbatches_of(config.pipeline, at.pp)))
+
+
+def _batch(model: Model, at: Topology, config: ParallelismConfig) -> Iterator[str]:
+    count = microbatches_of(config.pipeline, at.pp)
+    factors = {"dp": at.dp, "micro-batches of the pipeline": count, "model.micro_batch": model.micro_batch or 1}
+    taken = math.prod(factors.values())
+    if model.batch is not None and model.batch % taken:
+        said = " * ".join(f"{name}={value}" for name, value in factors.items() if value > 1)
+        yield f"model.batch={model.batch} does not divide by {said} = {taken}"
+
+
+def _indivisible(model: Model, at: Topology, config: ParallelismConfig) -> Iterator[str]:
+    experts = model.experts if model.experts > 1 else None
+    numbers = ModelConstraints(num_heads=model.heads, seq_len=model.sequence, num_experts=experts)
+    for reason in violations(at, numbers, config.enable_sequence_parallel):
+        yield _named(reason)
+    split = {"kv_heads": model.kv_heads, "vocab": model.vocab, **({} if experts else {"ffn": model.ffn})}
+    for name, value in split.items():
+        if value % at.tp:
+            yield f"model.{name}={value} does not divide by parallelism.tp_size={at.tp}"
+
+
+def _named(reason: str) -> str:
+    """With the names that the model's node has for the numbers."""
+    return re.sub(rf"^({'|'.join(_NAMES)})=", lambda match: f"model.{_NAMES[match[1]]}=", reason)
+
+
+def _experts(at: Topology, config: ParallelismConfig) -> Iterator[str]:
+    if at.ep > 1 and at.tp > 1 and at.ep != at.tp and not config.enable_sequence_parallel:
+        yield (
+            f"parallelism.ep_size={at.ep} with parallelism.tp_size={at.tp}: the tp ranks have the same tokens, which only "
+            "ep_size=tp_size or parallelism.enable_sequence_parallel=true makes use of"
+        )
+
+
+def _pipeline(model: Model, at: Topology, config: ParallelismConfig) -> Iterator[str]:
+    schedule = config.pipeline.schedule.name
+    stages = at.pp * stages_per_rank(schedule)
+    if model.layers < stages:
+        yield f"model.layers={model.layers} is less than the {stages} stages of parallelism.pp_size={at.pp} under {schedule}"
+    if config.pipeline.split != "auto":
+        yield "parallelism.pipeline.split names modules, which numbers do not have; try parallelism.pipeline.split=auto"
+    if model.tied:
+        yield (
+            f"model.tied=true, but with parallelism.pp_size={at.pp} embedding and head are in two stages and cannot be one "
+            "weight; try model.tied=false"
+        )

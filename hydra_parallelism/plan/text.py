@@ -80,6 +80,9 @@ def price_tables(price: dict[str, Any], rank: int) -> list[Table]:
     sizes = [(f"{name}{where}", "unknown" if size is None else f"{size / 1e9:,.3f}") for name, size, where in rows]
     room = price["machine"]["memory_bytes"] / 1e9
     found = [Table(f"memory of the fullest rank, which has {room:g} GB; {price['params']:,} parameters", ("what", "GB"), sizes)]
+    if "held" in price:
+        rows_held = [(e["name"], str(tuple(e["shape"])), str(e["count"]), f"{e['bytes'] / 1e6:,.3f}") for e in price["held"]]
+        found.append(Table(f"parameters of rank {rank}", ("name", "shape of each", "count", "MB"), rows_held))
     if moved is not None:
         found.append(
             Table(
@@ -98,6 +101,14 @@ def price_tables(price: dict[str, Any], rank: int) -> list[Table]:
                     for e in moved
                 ]
                 or [("nothing is sent", "", "", "", "", "")],
+            )
+        )
+    if price["step"] is not None:
+        found.append(
+            Table(
+                f"a step, {1e3 * price['step']['seconds']:,.3f} ms by estimate",
+                ("computing", "waiting for messages", "idle in the pipeline", "data axes, meanwhile"),
+                [tuple(f"{1e3 * price['step'][part]:,.3f} ms" for part in ("computing", "waiting", "idle", "data"))],
             )
         )
     if price["pipeline"] is not None:

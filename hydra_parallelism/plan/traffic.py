@@ -6,7 +6,9 @@ steps (docs/plan.md has the table). Not counted: clipping, and the loss, a numbe
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
+from ..topology import Topology
 from . import collectives
 from .case import Case
 from .collectives import Cost
@@ -15,7 +17,7 @@ from .memory import recomputed
 from .model import Model
 from .placement import stays_inside
 from .schedules import microbatches_of, sends, splits_backward
-from .share import Share, calls_of, compute_bytes, refuse, share_of
+from .share import Share, calls_of, compute_bytes, fitted, share_of
 
 __all__ = ["Transfer", "traffic"]
 
@@ -50,10 +52,15 @@ def traffic(case: Case, model: Model, rank: int) -> list[Transfer]:
     """What a rank sends in a step of training (of a forward pass under ``inference``), axes outermost first.
 
     Raises:
-        ConfigurationError: The model does not go with the layout, see :func:`.share.refuse`.
+        ConfigurationError: The model does not go with the layout, see :func:`.share.fitted`.
     """
-    refuse(model, case.topology, case.config)
-    return list(_Step(case, model, rank).transfers())
+    return list(_Step(case, fitted(model, case.topology, case.config), rank).transfers())
+
+
+@lru_cache(maxsize=64)
+def _stays_inside(at: Topology, axis: str, per_node: int) -> bool:
+    """Asked for several stages of a layout."""
+    return stays_inside(at, axis, per_node)
 
 
 class _Step:
@@ -71,9 +78,10 @@ class _Step:
         self.size = compute_bytes(self.config)
         self.tokens = model.tokens / self.at.cp
         self.trained = not self.config.inference
-        again = recomputed(self.config, self.share.blocks) if self.trained else 0
-        self.forwards = self.count * (self.share.blocks + again)
-        """How often a block is run forward, those that are recomputed twice."""
+        self.again = self.count * recomputed(self.config, self.share.blocks) if self.trained else 0
+        """How often a block is run forward again, up to what its backward needs: the last sum is not done twice."""
+        self.forwards = self.count * self.share.blocks + self.again
+        """How often a block is run forward."""
         self.backwards = self.count * self.share.blocks if self.trained else 0
         self.sequence = self.config.enable_sequence_parallel and self.at.tp > 1
 
@@ -84,7 +92,8 @@ class _Step:
     def _link(self, axis: str) -> Link:
         """That of the slowest group along an axis: for its ranks the others wait at the end of the step."""
         machine = self.case.machine
-        return machine.intra if stays_inside(self.at, axis, machine.per_node) else machine.inter
+        inside = self.at.size(axis) == 1 or _stays_inside(self.at, axis, machine.per_node)
+        return machine.intra if inside else machine.inter
 
     def _repeated(self, axis: str, operation: str, what: str, count: float, one: Cost) -> Transfer:
         return Transfer(axis, operation, what, count, one.times(count))
@@ -174,9 +183,10 @@ class _Step:
             yield from self._slices(whole, zones=1 if is_mixture else 2)
         else:
             shared = 1 if self.at.ep > 1 else 0
-            behind = 1 + (shared if is_mixture else 1)
+            behind = shared if is_mixture else 1
             before = 3 + (shared if is_mixture else 2 if self.model.gated else 1)
-            yield self._repeated("tp", "all-reduce", "activations", behind * self.forwards, total)
+            sums = self.forwards + behind * (self.forwards - self.again)
+            yield self._repeated("tp", "all-reduce", "activations", sums, total)
             yield self._repeated("tp", "all-reduce", "their gradients", before * self.backwards, total)
         if self.share.first:
             yield self._repeated("tp", "all-reduce", "embeddings", self.count, total)
@@ -196,7 +206,8 @@ class _Step:
         around = self.share.stages * self.count * (1 + self.trained)
         gathered = collectives.all_gather(whole, self.at.tp, link)
         yield self._repeated("tp", "all-gather", "activations", passes + around, gathered)
-        yield self._repeated("tp", "reduce-scatter", "activations", passes, gathered)
+        once = self.again if zones > 1 else 0
+        yield self._repeated("tp", "reduce-scatter", "activations", passes - once, gathered)
         if self.trained:
             params = self.model.whole + (self.share.experts if self.at.ep == 1 else 0)
             one = collectives.all_reduce(params * self.size, self.at.tp, link)
