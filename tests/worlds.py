@@ -47,7 +47,7 @@ def work(size: int) -> dict[str, list[Any]]:
     found |= {name: [by_size[size]] for name, by_size in pieces.items() if size in by_size}
     found |= {"attention": [size]} if size in attend.LAYOUTS else {}
     found |= {"refusals": [], "context": []} if size == 2 else {}
-    return found | ({"llamas": [], "fuzz": list(jobs.FUZZ)} if size == 4 else {})
+    return found | ({"llamas": [], "fuzz": list(jobs.FUZZ), "others": []} if size == 4 else {})
 
 
 def reports(size: int) -> list[dict[str, Any]]:

@@ -102,7 +102,7 @@ def _refuse_other_data(ours: Ours, data: str) -> None:
         raise ConfigurationError(
             f"megatron-core {TARGET.name} cannot express {ours.key}.{other}={ours[other]}: its data axis is {_REST}, "
             f"read as {data}\n"
-            f"  try: {ours.key}.{other}=1, or data={other!r}"
+            f"  try: {ours.key}.{other}=1" + (f", or data={other!r}" if ours[data] == 1 else "")
         )
 
 
