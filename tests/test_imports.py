@@ -45,7 +45,7 @@ PLAN = (
 INTEROP = (
     "ours", "fields",
     "transformers", "lerobot", "accelerate", "torchtitan", "diffusers", "lightning", "nemo",
-    "meshes",
+    "meshes", "table",
 )  # fmt: skip
 """Modules of ``interop``, likewise: targets know only what is before the first of them, and import no library of theirs."""
 DOORBELL = sorted((ROOT / "hydra_plugins").rglob("*.py"))

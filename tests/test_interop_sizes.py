@@ -1,8 +1,6 @@
 """Sizes to and from accelerate, torchtitan, diffusers, Lightning and Megatron-Core: against their own classes."""
 
 import json
-
-
 import warnings
 from collections.abc import Callable
 from functools import cache

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from apps import attend, jobs, layouts, pipelines
+from apps import attend, foreign, jobs, layouts, pipelines
 from processes import Outcome, python, run
 
 DEADLINE = 1200
@@ -46,6 +46,7 @@ def work(size: int) -> dict[str, list[Any]]:
     found |= {"observe": [size]} if size in layouts.OBSERVED else {}
     found |= {name: [by_size[size]] for name, by_size in pieces.items() if size in by_size}
     found |= {"attention": [size]} if size in attend.LAYOUTS else {}
+    found |= {"native": [size]} if size in foreign.NATIVE else {}
     found |= {"refusals": [], "context": []} if size == 2 else {}
     return found | ({"llamas": [], "fuzz": list(jobs.FUZZ), "others": []} if size == 4 else {})
 

@@ -8,7 +8,7 @@ in :data:`OURS_ALONE`; a test sees to that, for every target.
 import dataclasses
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,20 @@ from ..errors import ConfigurationError
 from ..topology import AXES
 from .ours import Ours, default, leaves
 
-__all__ = ["Field", "OURS_ALONE", "Target", "give", "own_plan", "read_theirs", "refuse", "take"]
+__all__ = [
+    "Field",
+    "OURS_ALONE",
+    "Target",
+    "give",
+    "lookup",
+    "own_plan",
+    "read_theirs",
+    "refuse",
+    "refuse_theirs",
+    "switch",
+    "take",
+    "whole",
+]
 
 OURS_ALONE = ("world_size", "inference", "enable_expert_parallel", "runtime.")
 """Keys of ours that no target is told (a dot at the end: all keys below). They say how many processes there are and how they
@@ -36,6 +49,20 @@ def own_plan(value: Any) -> Any:
     """
     if value not in (None, "auto"):
         raise ConfigurationError("its models are split by their own plan\n    try: auto")
+    return value
+
+
+def whole(value: Any) -> Any:
+    """A size of theirs, for ``Field.back``: they refuse what is below 1, where ours may be ``-1``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError("must be a whole number of at least 1")
+    return value
+
+
+def switch(value: Any) -> Any:
+    """A switch of theirs, for ``Field.back``."""
+    if not isinstance(value, bool):
+        raise ConfigurationError("must be true or false")
     return value
 
 
@@ -86,13 +113,23 @@ class Target:
         raise KeyError(ours)
 
 
-def give(target: Target, ours: Ours) -> dict[str, Any]:
+def lookup(entries: Iterable[str], path: str) -> str | None:
+    """The entry that speaks of a key: the key itself, or one with a dot at the end that it is below. The first wins."""
+    return next((entry for entry in entries if path == entry or (entry.endswith(".") and path.startswith(entry))), None)
+
+
+def give(target: Target, ours: Ours, *, also: Iterable[str] = ()) -> dict[str, Any]:
     """Our side as keyword arguments of theirs, nested where their keys are dotted. Rows whose axis is derived are included.
+
+    Args:
+        target: Whom to tell.
+        ours: What to tell.
+        also: What else the target cannot express, each with the key, its value and what to type instead.
 
     Raises:
         ConfigurationError: Something is set that the target cannot express; all such keys at once.
     """
-    refuse(target, ours)
+    refuse(target, ours, also=also)
     result: dict[str, Any] = {}
     for row in target.fields:
         if row.theirs is None or row.ours is None or row.by_hand:
@@ -108,7 +145,7 @@ def give(target: Target, ours: Ours) -> dict[str, Any]:
     return result
 
 
-def refuse(target: Target, ours: Ours) -> None:
+def refuse(target: Target, ours: Ours, *, also: Iterable[str] = ()) -> None:
     """Refuse what a target cannot express.
 
     A key that does nothing at these degrees (a plan for an axis of size 1, say) asks for nothing, so nothing is lost.
@@ -118,11 +155,12 @@ def refuse(target: Target, ours: Ours) -> None:
     """
     problems: list[str] = []
     for path in leaves():
-        reason = _lookup(target.cannot, path) or _refusal(target, ours, path)
+        entry = lookup(target.cannot, path)
+        reason = _refusal(target, ours, path) if entry is None else target.cannot[entry]
         if reason is not None and ours.is_set(path):
             remedy = f"\n    try: {ours.key}.{path}={_plain(default(path))}"
             problems.append(f"{ours.key}.{path}={_plain(ours[path])}: {reason}{'' if 'try:' in reason else remedy}")
-    _raise(f"{target.library} {target.name} cannot express this layout:", problems)
+    _raise(f"{target.library} {target.name} cannot express this layout:", [*problems, *also])
 
 
 def _refusal(target: Target, ours: Ours, path: str) -> str | None:
@@ -159,8 +197,17 @@ def take(target: Target, theirs: Mapping[str, Any]) -> dict[str, Any]:
                 found[row.ours] = row.back(value)
             except ConfigurationError as error:
                 problems.append(f"{name}={value!r}: {error}")
-    _raise(f"{target.library} {target.name} is not one that we can read:", problems)
+    refuse_theirs(target, problems)
     return found
+
+
+def refuse_theirs(target: Target, problems: list[str]) -> None:
+    """Refuse what theirs says, if there is anything to refuse.
+
+    Raises:
+        ConfigurationError: All problems at once.
+    """
+    _raise(f"{target.library} {target.name} cannot be taken over:", problems)
 
 
 def read_theirs(target: Target, source: Any, *, under: str | None = None) -> dict[str, Any]:
@@ -223,13 +270,6 @@ def _unknown(target: Target, name: str) -> str:
     known = [row.theirs for row in target.fields if row.theirs is not None]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"{name}: {target.name} has no such field" + (f"; did you mean {near[0]}?" if near else f": {', '.join(known)}")
-
-
-def _lookup(reasons: Mapping[str, str], path: str) -> str | None:
-    for key, reason in reasons.items():
-        if path == key or (key.endswith(".") and path.startswith(key)):
-            return reason
-    return None
 
 
 def _plain(value: Any) -> str:

@@ -12,7 +12,7 @@ from ..config import ParallelismConfig
 from ..errors import ConfigurationError
 from ..topology import AXES, BASE_AXES, Topology, resolve
 
-__all__ = ["OWNERS", "Ours", "build", "default", "leaves", "read_ours"]
+__all__ = ["AXIS_OF", "OWNERS", "Ours", "build", "default", "leaves", "read_ours"]
 
 OWNERS = {
     "tp_plan": "tp",
@@ -26,7 +26,8 @@ OWNERS = {
 }
 """Policy (with a dot at the end: all below) -> the axis without which it does nothing."""
 
-_AXIS_OF = {**dict(zip(FACTORS.values(), BASE_AXES, strict=True)), "ep_size": "ep"}
+AXIS_OF = {**dict(zip(FACTORS.values(), BASE_AXES, strict=True)), "ep_size": "ep"}
+"""Dotted key of a degree -> its mesh axis."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Ours:
 
     def __getitem__(self, path: str) -> Any:
         """A degree as resolved, the size of an axis, or a policy as written."""
-        axis = _AXIS_OF.get(path, path)
+        axis = AXIS_OF.get(path, path)
         if self.topology is not None and axis in AXES:
             return self.topology.size(axis)
         return _get(self.config, path)
@@ -85,8 +86,13 @@ def read_ours(source: Any, *, world_size: int | None = None, may_be_open: tuple[
     raise ConfigurationError(f"{what}: how many processes there are is not said\n  try: {key}.world_size=8, or world_size=8")
 
 
-def build(values: Mapping[str, Any]) -> ParallelismConfig:
+def build(values: Mapping[str, Any], *, counts_processes: bool = False) -> ParallelismConfig:
     """A config from dotted keys and values; the rest are defaults.
+
+    Args:
+        values: Dotted key -> value.
+        counts_processes: Whether all degrees 1 mean one process. To us they mean a replica on each process, however many there
+            are, so ``world_size=1`` says it then.
 
     Raises:
         ConfigurationError: A value has the wrong type or is out of range.
@@ -94,7 +100,8 @@ def build(values: Mapping[str, Any]) -> ParallelismConfig:
     node = OmegaConf.create()
     for path, value in values.items():
         OmegaConf.update(node, path, value, merge=False)
-    read_degrees(node, "parallelism")
+    if read_degrees(node, "parallelism").untouched and counts_processes:
+        node.world_size = 1
     return _read(node, "parallelism")
 
 
@@ -109,7 +116,10 @@ def default(path: str) -> Any:
 
 
 def _config_of(topology: Topology) -> ParallelismConfig:
-    return build({path: topology.size(axis) for path, axis in _AXIS_OF.items()} | {"inference": topology.cfg > 1})
+    """A topology says nothing of plans: they are the model's own."""
+    plans = {f"{axis}_plan": "auto" for axis in ("tp", "ep") if topology.size(axis) > 1}
+    degrees = {path: topology.size(axis) for path, axis in AXIS_OF.items()}
+    return build({**degrees, **plans, "inference": topology.cfg > 1})
 
 
 def _read(source: Any, key: str) -> ParallelismConfig:

@@ -33,6 +33,7 @@ PIECES = {
     "fuzz": "fuzz",
     "attention": "attend",
     "others": "others",
+    "native": "native",
 }
 """Piece of work -> the app whose ``report`` does it."""
 
