@@ -1,7 +1,6 @@
 """Sizes to and from accelerate, torchtitan, diffusers, Lightning and Megatron-Core: against their own classes."""
 
 import json
-import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,6 +23,8 @@ from hydra_parallelism.interop import (
     trainer_arguments,
 )
 from hydra_parallelism.world import World
+from interop_rows import megatron, megatron_config
+from processes import body_lines, python, run
 
 pytestmark = pytest.mark.engines
 
@@ -54,28 +55,6 @@ def lightning_class() -> Any:
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     return ModelParallelStrategy
-
-
-@cache
-def megatron() -> Any:
-    with warnings.catch_warnings():
-        # On import it says which of its optional kernels are missing, and uses names that torch and itself have deprecated.
-        warnings.simplefilter("ignore")
-        from megatron.core import parallel_state
-        from megatron.core.transformer import TransformerConfig
-
-        return TransformerConfig, parallel_state.RankGenerator
-
-
-def megatron_config(given: dict[str, Any]) -> Any:
-    import torch
-
-    rest = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 8, "pipeline_dtype": torch.float32}
-    experts = {"num_moe_experts": 8, "add_bias_linear": False} if given["expert_model_parallel_size"] > 1 else {}
-    with warnings.catch_warnings():
-        # It advises sequence parallelism beside experts and a tensor axis.
-        warnings.filterwarnings("ignore", message="When using expert parallelism and tensor parallelism")
-        return megatron()[0](**rest, **experts, **given)
 
 
 def sequences(ring: int = 1, ulysses: int = 1) -> ContextParallelConfig:
@@ -274,3 +253,15 @@ def test_a_trainer_is_told_of_the_processes_that_are_there() -> None:
     assert trainer_arguments(World(8, local_size=4, nnodes=2)) == {"devices": 4, "num_nodes": 2}
     with pytest.raises(ConfigurationError, match=r"devices=4 \* num_nodes=2 = 8, but size=7\n  try: start as many"):
         trainer_arguments(World(7, local_size=4, nnodes=2))
+
+
+@pytest.mark.processes
+def test_a_trainer_runs_in_our_processes_and_trains_as_one_does(tmp_path: Path) -> None:
+    one, two = (
+        body_lines(run(python("fit.py", "parallelism=fsdp", f"parallelism.dp_shard={n}", warnings="default"), tmp_path))
+        for n in (1, 2)
+    )
+    places = [line.split(":")[0].split(maxsplit=2) for line in two]
+    assert [place for *_, place in places] == ["0 of 2", "1 of 2"]
+    assert len({parent for _, parent, _ in places}) == 1  # ours started both
+    assert {line.split(":")[1] for line in (*one, *two)} == {" 0.996239 1.344892"}

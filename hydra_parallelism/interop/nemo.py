@@ -16,7 +16,6 @@ __all__ = ["TARGET", "from_nemo", "to_nemo"]
 
 _ELSEWHERE = "Megatron has its own options for this, outside these sizes"
 _REST = "what the other sizes leave of the world"
-_CP = "one size for both; cp_comm_type tells them apart"
 
 TARGET = Target(
     name="TransformerConfig",
@@ -26,7 +25,7 @@ TARGET = Target(
         Field("tensor_model_parallel_size", "tp_size"),
         Field("pipeline_model_parallel_size", "pp_size", "above 1, Megatron wants pipeline_dtype too"),
         Field("virtual_pipeline_model_parallel_size", None, "here the schedule and the split say it"),
-        Field("context_parallel_size", "cp", _CP, by_hand=True),
+        Field("context_parallel_size", None, "ring_degree * ulysses_degree; cp_comm_type tells them apart", by_hand=True),
         Field("cp_comm_type", "context_parallel.ulysses_degree", '"p2p" ring, "a2a" Ulysses, "a2a+p2p" both', by_hand=True),
         Field("hierarchical_context_parallel_sizes", "context_parallel.ring_degree", "[ulysses, ring]", by_hand=True),
         Field("expert_model_parallel_size", "ep_size"),
