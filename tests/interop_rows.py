@@ -62,7 +62,8 @@ PROOFS: dict[str, tuple[Proof, ...]] = {
             reads=True,
         ),
         Proof(
-            "enable_expert_parallel", "ep_size", _TENSOR, {"enable_expert_parallel": True}, 2, frozenset({"ep_plan"}), reads=True
+            "enable_expert_parallel", "ep_size", _TENSOR, {"enable_expert_parallel": True}, 2, frozenset({"ep_plan"}),
+            reads=True,
         ),
         Proof("fsdp_size", "dp_shard", {"dp_replicate": 2}, {"dp_shard": 4}, 4),
         Proof("dp_replicate_size", "dp_replicate", _FSDP, {"dp_replicate": 4}, 4),

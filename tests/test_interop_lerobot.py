@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from omegaconf import OmegaConf
 
 from hydra_parallelism import ConfigurationError, ParallelismConfig, Topology, resolve
 from hydra_parallelism.interop import from_lerobot, to_lerobot
+from processes import ROOT
 
 
 @dataclass
@@ -53,7 +55,7 @@ def resolved(layout: Layout, world: int) -> tuple[int, int] | None:
     return (replicate, shard) if rest * shard == world else None
 
 
-GRID = list(itertools.product((0, 1, 2, 3), (-2, -1, 0, 1, 2, 4), (0, 1, 2), (1, 2), (1, 2, 3, 4, 6, 8)))
+GRID = list(itertools.product((0, 1, 2, 3), (-2, -1, 0, 1, 2, 4), (1, 2), (1, 2), (1, 3, 4, 8)))
 
 
 def test_degrees_and_refusals_are_the_same_over_a_grid() -> None:
@@ -69,7 +71,7 @@ def test_degrees_and_refusals_are_the_same_over_a_grid() -> None:
         found = resolve(from_lerobot(theirs), world)
         assert (found.dp_replicate, found.dp_shard, found.ring, found.ulysses) == (*wanted, ring, ulysses)
         seen["same"] += 1
-    assert seen == {"same": 57, "refused": 807}
+    assert seen == {"same": 37, "refused": 347}
 
 
 @pytest.mark.parametrize(
@@ -210,3 +212,17 @@ def test_a_file_that_is_not_there_or_not_json_is_refused(tmp_path: Path) -> None
     (tmp_path / "half.json").write_text("{")
     with pytest.raises(ConfigurationError, match=r"half\.json is not a JSON file of ParallelismConfig: Expecting"):
         from_lerobot(tmp_path / "half.json")
+
+
+def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = re.search(r"## LeRobot\n\n```python\n(.*?)```", (ROOT / "docs/interop.md").read_text(), re.S)
+    assert code is not None
+    written, read = code[1].split("config = ")
+    names: dict[str, Any] = {"train_config": {"dataset": {}}}
+    exec(written, names)
+    path = tmp_path / re.findall(r'"(.*?)"', read)[0]
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(names["train_config"]))
+    monkeypatch.chdir(tmp_path)
+    exec(f"config = {read}", names)
+    assert (names["config"].dp_replicate, names["config"].dp_shard) == (2, -1)

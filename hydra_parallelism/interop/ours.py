@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -125,11 +126,18 @@ def _config_of(topology: Topology) -> ParallelismConfig:
 def _read(source: Any, key: str) -> ParallelismConfig:
     try:
         plain = OmegaConf.to_container(source, resolve=True) if isinstance(source, DictConfig) else source
-        merged = OmegaConf.merge(OmegaConf.structured(ParallelismConfig), plain)
+        merged = OmegaConf.merge(_schema(), plain)
         read: ParallelismConfig = OmegaConf.to_object(merged)  # type: ignore[assignment]
     except OmegaConfBaseException as error:
         raise ConfigurationError(f"{key}.{error.full_key}: {error.msg or error}" if error.full_key else str(error)) from error
     return read
+
+
+@cache
+def _schema() -> DictConfig:
+    """Merging copies it; making it costs more than all else here."""
+    schema: DictConfig = OmegaConf.structured(ParallelismConfig)
+    return schema
 
 
 def _leaves(node: Any, prefix: str) -> Iterator[str]:

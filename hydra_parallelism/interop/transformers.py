@@ -42,7 +42,8 @@ TARGET = Target(
             "enable_sequence_parallel",
             "enable_sequence_parallel",
             "only from theirs, where it is reserved",
-            False,
+            default=False,
+            out=lambda _: False,
             back=switch,
         ),
         Field("enable_expert_parallel", "ep_size", "only from theirs: `ep_size=tp_size`, deprecated", by_hand=True),
@@ -141,7 +142,7 @@ def _judge_units(ours: Ours) -> Iterator[str]:
 
 
 def _give_units(ours: Ours) -> dict[str, Any]:
-    if not isinstance(ours["fsdp.wrap"], list):
+    if not isinstance(ours["fsdp.wrap"], list) or not ours.is_set("fsdp.wrap"):
         return {}
     return {"fsdp_plan": dict.fromkeys(ours["fsdp.wrap"], _FREE if ours["fsdp.reshard_after_forward"] else _KEEP)}
 

@@ -11,9 +11,6 @@ NATIVE: dict[int, tuple[tuple[str, dict[str, Any]], ...]] = {
         ("llama", {"pp_size": 2, "inference": True}),
         ("mixtral", {"dp_shard": 2, "ep_size": 2, **AUTO}),
     ),
-    4: (
-        ("llama", {"dp_replicate": 2, "tp_size": 2, **AUTO}),
-        ("mixtral", {"dp_shard": 2, "tp_size": 2, "ep_size": 4, **AUTO}),
-    ),
+    4: (("mixtral", {"dp_shard": 2, "tp_size": 2, "ep_size": 4, **AUTO}),),
 }
 """World size -> models and layouts for Transformers' own parallelism."""
