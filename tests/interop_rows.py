@@ -179,7 +179,9 @@ def megatron_config(fields: Mapping[str, Any]) -> Any:
     """A small model with experts."""
     import torch
 
-    rest = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 8, "pipeline_dtype": torch.float32}
+    rest: Flat = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 8, "pipeline_dtype": torch.float32}
+    # It would make one of each for every instance.
+    rest |= dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), torch.nn.init.normal_)
     experts = {"num_moe_experts": 8, "moe_ffn_hidden_size": 16, "add_bias_linear": False}
     with warnings.catch_warnings():
         # It advises on what we leave alone, and deprecates one of its own defaults.

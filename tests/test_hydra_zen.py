@@ -36,7 +36,7 @@ def test_the_task_that_zen_wraps_gets_the_config() -> None:
 
 def test_launch_runs_a_job_with_a_preset_and_its_context(tmp_path: Path) -> None:
     job = launch(
-        make_config(hydra_defaults=["_self_", {"parallelism": "fsdp"}], lr=0.5),
+        make_config("parallelism", hydra_defaults=["_self_", {"parallelism": "fsdp"}], lr=0.5),
         lambda config: (current().topology.fsdp, config.lr),
         overrides=[f"hydra.run.dir={tmp_path}/run", "lr=0.25"],
         **BASIC,
@@ -50,7 +50,7 @@ def test_stored_layouts_are_chosen_by_name(tmp_path: Path) -> None:
     mine(built()(dp_shard=-1), name="shards")
     store.add_to_hydra_store(overwrite_ok=True)
     job = launch(
-        make_config(hydra_defaults=["_self_", {"layout": "shards"}]),
+        make_config("layout", hydra_defaults=["_self_", {"layout": "shards"}]),
         lambda config: instantiate(config.layout).dp_shard,
         overrides=[f"hydra.run.dir={tmp_path}/run"],
         **BASIC,

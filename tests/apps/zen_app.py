@@ -22,7 +22,7 @@ def task(config: Any) -> None:
 if __name__ == "__main__":
     options = dict(_app.HYDRA)
     launch(
-        make_config(hydra_defaults=["_self_", {"parallelism": "fsdp"}]),
+        make_config("parallelism", hydra_defaults=["_self_", {"parallelism": "fsdp"}]),
         task,
         overrides=["parallelism.dp_shard=2", "parallelism.runtime.log_ranks=all"],
         **options,
