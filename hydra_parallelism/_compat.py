@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "flatten",
     "forget_unreduced",
     "is_view",
+    "name_together",
     "norms",
     "packed_attention",
     "registered_groups",
@@ -80,6 +82,22 @@ def forget_unreduced(module: Any) -> None:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
+
+
+def name_together(mesh: DeviceMesh, axes: tuple[str, ...], name: str, group: dist.ProcessGroup) -> None:
+    """Name some axes of a root mesh together, as ``mesh[axes]._flatten(name)`` does, over a group that is there already."""
+    layout = mesh[axes]._layout
+    joined = DeviceMesh(
+        mesh.device_type,
+        _layout=type(layout)([layout.collapse()]),
+        _rank_map=mesh._rank_map,
+        mesh_dim_names=(name,),
+        _root_mesh=mesh,
+        _init_backend=False,
+    )
+    joined._dim_group_names = [group.group_name]
+    mesh._pg_registry[group.group_name] = group
+    mesh._flatten_mapping[name] = joined
 
 
 def norms(tensors: list[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:

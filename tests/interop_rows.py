@@ -4,7 +4,9 @@
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from hydra_parallelism import interop
@@ -35,6 +37,21 @@ _DISPATCH = {"model.layers.*.mlp.experts": "ep_dispatch_experts"}
 _SUMMED = {"model.layers.*.mlp.experts": "moe_tp_experts"}
 _SERVES = frozenset({"inference"})
 _RING, _ULYSSES = "context_parallel.ring_degree", "context_parallel.ulysses_degree"
+
+_TWO = {"dp_shard": 2, "world_size": 2}
+_PIPE = {"pp_size": 2}
+_WORLD = frozenset({"world_size"})
+_CP = frozenset({"context_parallel_size"})
+
+
+def _sequences(ring: int = 1, ulysses: int = 1) -> Flat:
+    return {"context_parallel": {"ring_degree": ring, "ulysses_degree": ulysses}}
+
+
+def _handler(axis: str, *names: str) -> frozenset[str]:
+    """The handler that accelerate makes for an axis, in place of none."""
+    return frozenset({f"{axis}_handler", *(f"{axis}_handler.{name}" for name in names)})
+
 
 PROOFS: dict[str, tuple[Proof, ...]] = {
     "transformers": (
@@ -71,6 +88,46 @@ PROOFS: dict[str, tuple[Proof, ...]] = {
         Proof(_ULYSSES, _ULYSSES, _FSDP, {"context_parallel": {"ulysses_degree": 4}}, 4),
         Proof("cfg_parallel", "cfg_parallel", {**_FSDP, "inference": True}, {"cfg_parallel": 2}, 2, _SERVES),
     ),
+    "accelerate": (
+        Proof("dp_replicate_size", "dp_replicate", _FSDP, {"dp_replicate": 4}, 4),
+        Proof("dp_shard_size", "dp_shard", {"dp_replicate": 2}, {"dp_shard": 4}, 4),
+        Proof("tp_size", "tp_size", _FSDP, {"tp_size": 2}, 2, _handler("tp", "enable_async_tp")),
+        Proof("cp_size", _RING, _FSDP, _sequences(ring=2), 2, _handler("cp", "cp_comm_strategy")),
+        Proof(
+            "sp_size", _ULYSSES, _FSDP, _sequences(ulysses=4), 4,
+            _handler("sp", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation"),
+        ),
+    ),
+    "torchtitan": (
+        Proof("dp_replicate", "dp_replicate", _TWO, {"dp_replicate": 2, "world_size": 4}, 2, _WORLD),
+        Proof("dp_shard", "dp_shard", _TWO, {"dp_shard": 4, "world_size": 4}, 4, _WORLD),
+        Proof("cp", _RING, _TWO, _sequences(ring=2) | {"world_size": 4}, 2, _WORLD),
+        Proof("tp", "tp_size", _TWO, {"tp_size": 2, "world_size": 4}, 2, _WORLD),
+        Proof("pp", "pp_size", _TWO, {"pp_size": 2, "world_size": 4}, 2, _WORLD),
+        Proof("ep", "ep_size", _TWO, {"ep_size": 2}, 2),
+    ),
+    "diffusers": (
+        Proof("ring_degree", _RING, _sequences(ulysses=2), _sequences(ring=4, ulysses=2), 4),
+        Proof("ulysses_degree", _ULYSSES, _sequences(ring=2), _sequences(ring=2, ulysses=4), 4),
+    ),
+    "lightning": (
+        Proof("data_parallel_size", "dp_shard", {"tp_size": 2}, {"dp_shard": 4}, 4),
+        Proof("tensor_parallel_size", "tp_size", _FSDP, {"tp_size": 4}, 4),
+    ),
+    "nemo": (
+        Proof("tensor_model_parallel_size", "tp_size", _PIPE, {"tp_size": 2}, 2, frozenset({"expert_tensor_parallel_size"})),
+        Proof(
+            "pipeline_model_parallel_size", "pp_size", {"tp_size": 2}, {"pp_size": 2}, 2,
+            frozenset({"microbatch_group_size_per_vp_stage"}),
+        ),
+        Proof("cp_comm_type", _ULYSSES, _PIPE, _sequences(ulysses=2), "a2a", _CP),
+        Proof(
+            "hierarchical_context_parallel_sizes", _RING, _sequences(ulysses=4), _sequences(ring=2, ulysses=4), [4, 2],
+            _CP | {"cp_comm_type"},
+        ),
+        Proof("expert_model_parallel_size", "ep_size", _sequences(ring=2), {**_sequences(ring=2), "ep_size": 2}, 2),
+        Proof("sequence_parallel", "enable_sequence_parallel", {"tp_size": 2}, {"enable_sequence_parallel": True}, True),
+    ),
 }  # fmt: skip
 """Module of ``interop`` -> its proofs, in the order of its rows."""
 
@@ -81,7 +138,66 @@ def _transformers(fields: Mapping[str, Any]) -> Any:
     return DistributedConfig(**fields)
 
 
-CLASSES: dict[str, Callable[[Mapping[str, Any]], Any]] = {"transformers": _transformers, "lerobot": dict}
+def _accelerate(fields: Mapping[str, Any]) -> Any:
+    from accelerate import ParallelismConfig
+
+    return ParallelismConfig(**fields)
+
+
+def _torchtitan(fields: Mapping[str, Any]) -> Any:
+    from torchtitan.distributed import ParallelDims
+
+    return ParallelDims(**fields)
+
+
+def _diffusers(fields: Mapping[str, Any]) -> Any:
+    from diffusers import ContextParallelConfig
+
+    return ContextParallelConfig(**fields)
+
+
+def _lightning(fields: Mapping[str, Any]) -> Any:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    strategy = ModelParallelStrategy(**fields)  # no dataclass
+    return {name: getattr(strategy, f"_{name}") for name in ("data_parallel_size", "tensor_parallel_size")}
+
+
+@cache
+def megatron() -> Any:
+    """Megatron-Core's ``TransformerConfig`` and what lists the groups of its ranks."""
+    with warnings.catch_warnings():
+        # On import it says which of its optional kernels are missing, and uses names that torch and itself have deprecated.
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state
+        from megatron.core.transformer import TransformerConfig
+
+        return TransformerConfig, parallel_state.RankGenerator
+
+
+def megatron_config(fields: Mapping[str, Any]) -> Any:
+    """A small model with experts."""
+    import torch
+
+    rest: Flat = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 8, "pipeline_dtype": torch.float32}
+    # It would make one of each for every instance.
+    rest |= dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), torch.nn.init.normal_)
+    experts = {"num_moe_experts": 8, "moe_ffn_hidden_size": 16, "add_bias_linear": False}
+    with warnings.catch_warnings():
+        # It advises on what we leave alone, and deprecates one of its own defaults.
+        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+        return megatron()[0](**rest, **experts, **fields)
+
+
+CLASSES: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "transformers": _transformers,
+    "lerobot": dict,
+    "accelerate": _accelerate,
+    "torchtitan": _torchtitan,
+    "diffusers": _diffusers,
+    "lightning": _lightning,
+    "nemo": megatron_config,
+}
 """Module of ``interop`` -> their fields as an instance of their class."""
 
 
@@ -106,4 +222,7 @@ def changes(before: Any, after: Any) -> Flat:
 
 def convert(module: str) -> tuple[Callable[..., Flat], Callable[[Any], Any]]:
     """The two directions of a target."""
-    return getattr(interop, f"to_{module}"), getattr(interop, f"from_{module}")
+    to, back = getattr(interop, f"to_{module}"), getattr(interop, f"from_{module}")
+    if module == "nemo":  # its data axis is what is left, and in the proofs nothing is
+        return to, lambda source: dataclasses.replace(back(source), dp_replicate=1)
+    return to, back

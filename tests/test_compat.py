@@ -12,6 +12,7 @@ import torch
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.utils import JobReturn
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import schedules
@@ -189,3 +190,14 @@ def test_results_hold_what_the_task_returned_or_raised() -> None:
     assert isinstance(result._return_value, ValueError)
     with pytest.raises(AssertionError):
         _ = result.return_value
+
+
+def test_axes_of_a_mesh_are_named_together_over_a_group_that_is_there() -> None:
+    with parallel_context({}) as context:
+        group = context.mesh["dp"].get_group()
+        before = _compat.registered_groups()
+        mesh = DeviceMesh.from_group([group, group], "cpu", mesh=[[0]], mesh_dim_names=("a", "b"))
+        _compat.name_together(mesh, ("a", "b"), "ab", group)
+        assert mesh.get_group("ab") is group
+        assert mesh["a", "b"]._flatten("ab").get_group() is group
+        assert _compat.registered_groups() == before

@@ -54,7 +54,7 @@ def test_every_row_has_a_proof(name: str) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_key_of_ours_has_its_place(name: str) -> None:
     target = TARGETS[name]
-    told = {row.ours for row in target.fields if row.theirs is not None}
+    told = {row.ours for row in target.fields}  # a row without theirs says why nothing is lost
     told |= {axis for derived in told & DERIVED_AXES.keys() for axis in DERIVED_AXES[derived]}
     for path in ours.leaves():
         has_row = path in told or ours.AXIS_OF.get(path) in told

@@ -48,7 +48,7 @@ def work(size: int) -> dict[str, list[Any]]:
     found |= {"attention": [size]} if size in attend.LAYOUTS else {}
     found |= {"native": [size]} if size in foreign.NATIVE else {}
     found |= {"refusals": [], "context": []} if size == 2 else {}
-    return found | ({"llamas": [], "fuzz": list(jobs.FUZZ)} if size == 4 else {})
+    return found | ({"llamas": [], "fuzz": list(jobs.FUZZ), "others": []} if size == 4 else {})
 
 
 def reports(size: int) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ __all__ = [
     "Target",
     "give",
     "lookup",
+    "own_plan",
     "read_theirs",
     "refuse",
     "refuse_theirs",
@@ -37,6 +38,17 @@ meet, which a target learns from the launcher; an alias is resolved into what it
 
 
 def _same(value: Any) -> Any:
+    return value
+
+
+def own_plan(value: Any) -> Any:
+    """For a plan where the target's models know theirs: ``null`` and ``auto`` mean that, a mapping is something else.
+
+    Raises:
+        ConfigurationError: A mapping.
+    """
+    if value not in (None, "auto"):
+        raise ConfigurationError("its models are split by their own plan\n    try: auto")
     return value
 
 
@@ -225,12 +237,23 @@ def _as_mapping(target: Target, source: Any) -> Mapping[str, Any]:
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"{source} is not a JSON file of {target.name}: {error}") from error
     if dataclasses.is_dataclass(source) and not isinstance(source, type):
-        return dataclasses.asdict(source)
+        return _public(source)
     if isinstance(source, Mapping):
         return source
     raise ConfigurationError(
         f"{target.name} can be read from an instance, a mapping, or the path of a JSON file, not from {type(source).__name__}"
     )
+
+
+def _public(instance: Any) -> dict[str, Any]:
+    """The fields of a dataclass and of those in it, not what it keeps for itself (meshes, say)."""
+    found: dict[str, Any] = {}
+    for entry in dataclasses.fields(instance):
+        if not entry.name.startswith("_"):
+            value = getattr(instance, entry.name)
+            is_nested = dataclasses.is_dataclass(value) and not isinstance(value, type)
+            found[entry.name] = _public(value) if is_nested else value
+    return found
 
 
 def _flatten(target: Target, node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -19,6 +19,11 @@ END = "<!-- end -->"
 MODULES = (
     "transformers",
     "lerobot",
+    "accelerate",
+    "torchtitan",
+    "diffusers",
+    "lightning",
+    "nemo",
 )
 """The modules of targets, in the order of the table's columns."""
 
@@ -61,7 +66,8 @@ def _cell(target: Target, path: str) -> str:
     theirs = [f"`{row.theirs}`" for row in target.fields if row.ours == path and row.theirs is not None]
     if path in leaves() and lookup(target.cannot, path) is not None:
         return "refused" + (f" (read from {', '.join(theirs)})" if theirs else "")
-    return ", ".join(theirs)
+    silent = any(row.ours == path and row.theirs is None for row in target.fields)
+    return ", ".join(theirs) or ("no field, see below" if silent else "")
 
 
 def _remarks(target: Target) -> Iterator[str]:
@@ -78,6 +84,8 @@ def _remarks(target: Target) -> Iterator[str]:
 def _title(row: Field) -> str:
     if row.ours is None:
         return f"`{row.theirs}`, which we have nothing for"
+    if row.theirs is None:
+        return f"no field for `{row.ours}`"
     return f"`{row.theirs}`" if row.theirs == row.ours else f"`{row.theirs}` ({row.ours})"
 
 

@@ -32,6 +32,7 @@ PIECES = {
     "branches": "branches",
     "fuzz": "fuzz",
     "attention": "attend",
+    "others": "others",
     "native": "native",
 }
 """Piece of work -> the app whose ``report`` does it."""
