@@ -115,7 +115,7 @@ def config_page() -> str:
 
 
 def _definitions(listed: list[Key]) -> str:
-    return "\n".join(f"`{path}`\n: {kind}, default `{default}`\n\n  {meaning}\n" for path, kind, default, meaning in listed)
+    return "\n".join(f"`{path}`\n: {meaning} ({kind}; default `{default}`)\n" for path, kind, default, meaning in listed)
 
 
 def presets_page() -> str:
@@ -197,7 +197,7 @@ def messages_page() -> str:
     """The first line of every message."""
     lines = [
         "# All messages\n",
-        "The first line of every refusal, by the module that raises it; `…` stands for a name or a number. Each message goes on "
+        "The first line of every refusal, by the module that raises it; `…` stands for a name or a number. Most messages go on "
         "with the numbers and a `try:` line. The common ones are explained in [Troubleshooting](../troubleshooting.md).\n",
     ]
     for module, texts in messages().items():

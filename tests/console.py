@@ -66,8 +66,8 @@ def console(page: str) -> list[Command]:
 def missing(shown: tuple[str, ...], text: str) -> str:
     """The first line that is not in a text after those before it, or nothing.
 
-    ``...`` stands for anything, and any number with a decimal point for any other: losses depend on the Python release, whose help
-    the examples read.
+    ``...`` stands for anything, and any number with a decimal point for any other: losses depend on the Python release, whose
+    help the examples read.
     """
     lines = iter(text.splitlines())
     for line in shown:

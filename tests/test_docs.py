@@ -54,7 +54,8 @@ def test_every_block_is_of_a_kind_that_is_run() -> None:
     for page in pages():
         for language, text in blocks(page):
             if language in SHELLS:  # a script, whose page's tests run it
-                assert text.startswith("#!") and f'blocks("{page}")' in (ROOT / "tests" / ELSEWHERE[page]).read_text(), text
+                assert text.startswith("#!"), text
+                assert f'blocks("{page}")' in (ROOT / "tests" / ELSEWHERE[page]).read_text()
     for page, file in ELSEWHERE.items():
         assert f'console("{page}")' in (ROOT / "tests" / file).read_text()
 
@@ -83,7 +84,9 @@ def environment() -> dict[str, str]:
 def outcomes(folder: Path) -> dict[str, dict]:
     """Command -> what its ranks did."""
     jobs = [{"command": command.words[1:], "ranks": ranks_of(command)} for command in MANY]
-    running = start([sys.executable, APPS / "warm.py"], copy_of_the_app(folder), env={**environment(), "JOBS": json.dumps(jobs)})
+    running = start(
+        [sys.executable, APPS / "warm.py"], copy_of_the_app(folder), env={**environment(), "JOBS": json.dumps(jobs)}
+    )
     try:
         text, _ = running.communicate(timeout=380)
     finally:
@@ -157,7 +160,9 @@ def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     index = (DOCS / "index.md").read_text()
-    listed = [name for block in re.findall(r"```\{toctree\}\n(.*?)```", index, re.DOTALL) for name in block.split("\n\n")[1].split()]
+    listed = [
+        name for block in re.findall(r"```\{toctree\}\n(.*?)```", index, re.DOTALL) for name in block.split("\n\n")[1].split()
+    ]
     written = {page.removesuffix(".md") for page in pages()} - {"index"}
     assert sorted(listed) == sorted(written | {f"reference/{name}" for name in generator().pages()})
 
@@ -232,7 +237,11 @@ def test_the_reference_has_every_preset_resolver_and_name() -> None:
 
 def test_the_list_of_messages_has_what_people_meet() -> None:
     made = generator().pages()["messages"]
-    for first in ("expert parallelism does not fit:", "no parallel context: choose a preset", "… has been parallelized already"):
+    for first in (
+        "expert parallelism does not fit:",
+        "no parallel context: choose a preset",
+        "… has been parallelized already",
+    ):
         assert first in made
 
 

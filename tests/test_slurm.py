@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from console import blocks, console, copy_of_the_app, missing
-from processes import APPS, ROOT, body_lines, clean_environment, run
+from processes import APPS, body_lines, clean_environment, run
 
 CLUSTERS = Path(__file__).parent / "clusters"
 MISSING = [
