@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from . import resolvers
 
-__all__ = ["PRESETS", "register"]
+__all__ = ["PRESETS", "SUB_GROUPS", "register"]
 
 PROVIDER = "hydra-parallelism"
 
@@ -42,7 +42,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Preset -> what it sets on top of ``schema``. At most one ``-1``, so that each fits many world sizes."""
 
-_SUB_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
+SUB_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     "context_parallel": {
         "ring": {"ring_degree": 2},
         "ulysses": {"ulysses_degree": 2},
@@ -62,7 +62,7 @@ _PRESET_DEFAULTS: list[Any] = [
     "schema",
     {"/hydra/parallelism@_global_": "runtime"},
     "_self_",
-    *({group: None} for group in _SUB_GROUPS),  # after the preset's own values: a sub-group is the more explicit choice
+    *({group: None} for group in SUB_GROUPS),  # after the preset's own values: a sub-group is the more explicit choice
 ]
 _RUNTIME = {
     "defaults": [{"override /hydra/launcher": "torchrun"}, "_self_"],
@@ -95,7 +95,7 @@ def register() -> None:
     _put("parallelism", "schema", _make_schema)
     for name in PRESETS:
         _put("parallelism", name, _make_preset, name)
-    for group, options in _SUB_GROUPS.items():
+    for group, options in SUB_GROUPS.items():
         for name in options:
             _put(f"parallelism/{group}", name, _make_option, group, name)
     _put("hydra/parallelism", "runtime", _make_runtime)
@@ -122,7 +122,7 @@ def _make_preset(name: str) -> DictConfig:
 
 
 def _make_option(group: str, name: str) -> DictConfig:
-    return OmegaConf.create(_SUB_GROUPS[group][name])
+    return OmegaConf.create(SUB_GROUPS[group][name])
 
 
 def _make_launcher() -> DictConfig:

@@ -3,6 +3,7 @@
 import argparse
 import gc
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -58,44 +59,80 @@ def _told(error: BaseException) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("hydra-parallelism", description="Look at layouts of processes before they run.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    # Given a name, it need not make a formatter to ask for one, which imports much.
+    commands = parser.add_subparsers(dest="command", required=True, prog="hydra-parallelism")
     plan = commands.add_parser("plan", description=_PLAN, formatter_class=argparse.RawDescriptionHelpFormatter)
     plan.add_argument("overrides", nargs="*", help="as on the command line of an app: parallelism..., world..., model...")
     plan.add_argument("--of", type=int, default=0, metavar="RANK", help="whose groups to list (default: %(default)s)")
     plan.add_argument("--config-dir", metavar="DIR", help="a folder with more configs, e.g. parallelism/mine.yaml")
+    plan.add_argument("--config-name", metavar="NAME", help="the app's primary config in that folder, e.g. config")
     plan.add_argument(
-        "--format", choices=("rich", "text", "json", "svg"), help="default: rich on a terminal if it is installed, else text"
+        "--format",
+        choices=("rich", "text", "json", "svg", "html"),
+        help="default: by the suffix of --output, else rich on a terminal if it is installed, else text",
     )
-    plan.add_argument("--colour", metavar="AXIS", help="of --format svg: the axis that cells are coloured by (default: fsdp)")
+    plan.add_argument("--output", metavar="FILE", help="write there: .svg, .html, .json or .txt")
+    plan.add_argument(
+        "--colour",
+        metavar="AXIS",
+        help="of pictures: the axis that cells are coloured by (default: the first of fsdp, dp, ... in use)",
+    )
+    plan.add_argument(
+        "--by",
+        choices=("group", "index"),
+        help="of pictures: one colour for each group along it (default), or for each index in one",
+    )
     return parser
 
 
 def _plan(parsed: argparse.Namespace, overrides: list[str]) -> None:
-    from ..errors import ConfigurationError
     from .composition import compose, model_of, resolve_case
-    from .drawing import draw
-    from .price import price
+    from .output import PICTURES, deliver, format_of
     from .report import report
 
-    if parsed.colour and parsed.format != "svg":
-        raise ConfigurationError(f"--colour {parsed.colour} is for pictures\n  try: --format svg --colour {parsed.colour}")
-    config = compose(overrides, parsed.config_dir)
+    kind = format_of(parsed.output, parsed.format) if parsed.output else parsed.format
+    if kind not in PICTURES:
+        _refuse_colours(parsed)
+    config = compose(overrides, parsed.config_dir, parsed.config_name)
     case, model = resolve_case(config), model_of(config)
-    if parsed.format == "svg":
-        sys.stdout.write(draw(case, parsed.colour or "fsdp"))
+    if kind == "svg":
+        from .drawing import default_axis, draw
+
+        deliver(draw(case, parsed.colour or default_axis(case.topology), parsed.by or "group"), parsed.output)
         return
-    facts = report(case, parsed.of)
+    facts = report(case, parsed.of, whole=kind == "json")
     if model is not None:
+        from .price import price
+
         facts["price"] = price(case, model, parsed.of)
-    _print(facts, parsed.format)
+    if kind == "html":
+        from .drawing import default_axis
+        from .page import show_page
+
+        axis, command = parsed.colour or default_axis(case.topology), shlex.join(["hydra-parallelism", "plan", *overrides])
+        deliver(show_page(case, facts, axis, parsed.by or "group", command), parsed.output)
+        return
+    _print(facts, kind, parsed.output)
 
 
-def _print(facts: dict[str, Any], kind: str | None) -> None:
+def _refuse_colours(parsed: argparse.Namespace) -> None:
+    from ..errors import ConfigurationError
+
+    for name in ("colour", "by"):
+        value = getattr(parsed, name)
+        if value:
+            raise ConfigurationError(f"--{name} {value} is for pictures\n  try: --format svg --{name} {value}")
+
+
+def _print(facts: dict[str, Any], kind: str | None, output: str | None) -> None:
     from . import text
+    from .output import deliver
 
     if kind == "json":
-        sys.stdout.write(f"{json.dumps(facts, indent=2)}\n")
-    elif kind == "rich" or (kind is None and sys.stdout.isatty() and text.has_rich()):
+        deliver(f"{json.dumps(facts, indent=2)}\n", output)
+    elif kind == "rich":
         text.print_rich(facts)
+    elif kind == "text" or output is not None:
+        deliver(f"{text.show(facts)}\n", output)
     else:
-        sys.stdout.write(f"{text.show(facts)}\n")
+        text.write(facts)

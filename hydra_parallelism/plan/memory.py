@@ -4,37 +4,18 @@
 rank holds (Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054, section 3.1, with float32 in place of its mixed precision).
 """
 
-import math
 from dataclasses import dataclass
 
 from ..config import ParallelismConfig
 from ..topology import Topology
 from .model import Model
 from .schedules import in_flight, microbatches_of
+from .share import Share, calls_of, compute_bytes, fullest, refuse, share_of
 
-__all__ = ["Memory", "Share", "activations", "compute_bytes", "gathered", "memory_of", "share_of"]
+__all__ = ["Memory", "activations", "gathered", "memory_of", "recomputed"]
 
 _FLOAT32 = 4
 _ADAM = 2 * _FLOAT32
-
-
-@dataclass(frozen=True)
-class Share:
-    """Parameters that the fullest rank works with when they are gathered."""
-
-    blocks: int
-    """How many blocks it has."""
-    block: float
-    """Of one block, without its experts."""
-    experts: float
-    """Of one block's experts."""
-    ends: float
-    """Of embedding, last norm and head, as far as it has them."""
-
-    @property
-    def params(self) -> float:
-        """blocks * (block + experts) + ends."""
-        return self.blocks * (self.block + self.experts) + self.ends
 
 
 @dataclass(frozen=True)
@@ -58,27 +39,6 @@ class Memory:
         return kept + self.gathered + (self.activations or 0.0)
 
 
-def compute_bytes(config: ParallelismConfig) -> int:
-    """Of a number that is computed with: 2 under mixed precision, else 4."""
-    return _FLOAT32 if config.fsdp.mixed_precision is None else 2
-
-
-def share_of(model: Model, at: Topology) -> Share:
-    """The stage with most parameters: ``ceil(layers / pp)`` blocks and the heavier of the ends (both without a pipeline).
-
-    Over ``tp`` matrices are split and norms and routers are not. Experts: ``experts / ep`` whole ones, or all of them with each
-    split over ``tp``.
-    """
-    split = max(at.ep, at.tp)
-    blocks = math.ceil(model.layers / at.pp)
-    shared_experts = model.experts * model.feed_forward
-    dense = model.attention / at.tp + model.whole + (0 if model.experts > 1 else shared_experts / at.tp)
-    experts = shared_experts / split if model.experts > 1 else 0.0
-    norm = model.hidden
-    ends = (model.embedding / at.tp, (model.head - norm) / at.tp + norm)
-    return Share(blocks, dense, experts, sum(ends) if at.pp == 1 else max(ends))
-
-
 def memory_of(model: Model | int, at: Topology, config: ParallelismConfig) -> Memory:
     """What the fullest rank needs.
 
@@ -86,15 +46,19 @@ def memory_of(model: Model | int, at: Topology, config: ParallelismConfig) -> Me
         model: The model, or only its number of parameters: then they are taken to divide evenly over pp, tp and fsdp.
         at: The layout.
         config: Policies: precision, resharding, offload, recomputation, schedule, inference.
+
+    Raises:
+        ConfigurationError: The model does not go with the layout, see :func:`.share.refuse`.
     """
     if isinstance(model, int):
         held, whole, active = model / (at.pp * at.tp * at.fsdp), 0.0, None
     else:
-        share = share_of(model, at)
+        refuse(model, at, config)
+        share = fullest(model, at, config)
         # Experts are sharded over efsdp = fsdp * tp / ep ranks.
         over = at.efsdp if at.ep > 1 else at.fsdp
         held = (share.blocks * share.block + share.ends) / at.fsdp + share.blocks * share.experts / over
-        whole = gathered(share, at, config)
+        whole = gathered(share, at, config, calls_of(model, at, config))
         active = 0.0 if config.inference else activations(model, at, config)
     trained = 0 if config.inference else 1
     return Memory(
@@ -102,18 +66,22 @@ def memory_of(model: Model | int, at: Topology, config: ParallelismConfig) -> Me
     )
 
 
-def gathered(share: Share, at: Topology, config: ParallelismConfig) -> float:
-    """Bytes of parameters that are whole while they are used, and of one unit's gradient.
+def gathered(share: Share, at: Topology, config: ParallelismConfig, calls: int = 1) -> float:
+    """Bytes of parameters that are whole while they are used, and of gradients before they are reduced.
 
     The root stays whole (FSDP2 does not free it after forward). Of blocks two are whole, the one in use and the one that is
     fetched meanwhile (Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277, section 3.3.2); all of them without
-    ``reshard_after_forward``. Nothing of it when nothing is sharded and nothing cast.
+    ``reshard_after_forward``, and in a pipeline, where torch frees none between the backward passes of micro-batches. Of
+    gradients one unit's is whole; all are in a pipeline and when the gradients of several ``calls`` are added up, since they
+    are reduced once. Nothing of it when nothing is sharded and nothing cast.
     """
     if at.fsdp == 1 and config.fsdp.mixed_precision is None:
         return 0.0
     unit = share.block + share.experts
-    whole = min(2, share.blocks) if config.fsdp.reshard_after_forward else share.blocks
-    gradient = 0.0 if config.inference else _FLOAT32 * max(unit, share.ends)
+    trained, several = not config.inference, at.pp > 1 or calls > 1
+    freed = config.fsdp.reshard_after_forward and not (at.pp > 1 and trained)
+    whole = min(2, share.blocks) if freed else share.blocks
+    gradient = _FLOAT32 * (share.params if several else max(unit, share.ends)) if trained else 0.0
     return compute_bytes(config) * (whole * unit + share.ends) + gradient
 
 
@@ -129,23 +97,27 @@ def activations(model: Model, at: Topology, config: ParallelismConfig) -> float:
 
     With ``ffn = 4 * hidden``, ungated, that is the paper's ``34 * hidden`` bytes less 2 for masks of dropout. With experts the
     input and the inside of the feed-forward part count ``top_k`` times. A block that is recomputed keeps its input, ``hidden``,
-    and one such block at a time has everything. The last stage has float32 logits, ``4 * vocab`` bytes (section 4.3).
+    and one such block at a time has everything. The last stage has float32 logits, ``4 * vocab`` bytes (section 4.3); of them the loss keeps their log-softmax.
     """
-    tokens, size = model.tokens / at.cp, compute_bytes(config)
-    per_block = _kept_by_block(model, at, config) * tokens * size
-    blocks = math.ceil(model.layers / at.pp)
-    recomputed = _recomputed(config, blocks)
-    of_input = model.hidden * tokens * size
-    one = (blocks - recomputed) * per_block + recomputed * of_input
-    working = per_block - of_input if recomputed else 0.0
-    logits = 4.0 * model.vocab * tokens
+    per_block = _kept_by_block(model, at, config) * model.tokens / at.cp * compute_bytes(config)
+    return max(_of_stage(model, at, config, index, per_block) for index in range(at.pp))
+
+
+def _of_stage(model: Model, at: Topology, config: ParallelismConfig, index: int, per_block: float) -> float:
+    """Bytes that the ranks at an index along ``pp`` keep, at the time when that is most."""
+    share, tokens = share_of(model, at, config, index), model.tokens / at.cp
+    again = recomputed(config, share.blocks)
+    of_input = model.hidden * tokens * compute_bytes(config)
+    kept = (share.blocks - again) * per_block + again * of_input
+    working = per_block - of_input if again else 0.0
+    logits = 4.0 * model.vocab * tokens if share.last else 0.0
     if at.pp == 1:
-        return one + working + logits
-    count = microbatches_of(config.pipeline, at.pp)
-    first = in_flight(config.pipeline.schedule.name, at.pp, count) * one + working
-    # The last stage of 1F1B has one micro-batch in flight, that of GPipe all.
-    last = (count if config.pipeline.schedule.name in ("GPipe", "LoopedBFS") else 1) * (one + logits) + working
-    return max(first, last)
+        return kept + working + logits
+    schedule, count = config.pipeline.schedule.name, microbatches_of(config.pipeline, at.pp)
+    flying = in_flight(schedule, at.pp, count, index)
+    # Logits go when their loss has gone backward, which 1F1B does at once.
+    of_logits = count if schedule in ("GPipe", "LoopedBFS") else 1
+    return flying * kept + working + of_logits * logits
 
 
 def _kept_by_block(model: Model, at: Topology, config: ParallelismConfig) -> float:
@@ -158,7 +130,8 @@ def _kept_by_block(model: Model, at: Topology, config: ParallelismConfig) -> flo
     return between / split + (inside + feed_forward) / at.tp
 
 
-def _recomputed(config: ParallelismConfig, blocks: int) -> int:
+def recomputed(config: ParallelismConfig, blocks: int) -> int:
+    """How many of some blocks are run forward again in backward."""
     chosen = config.activation_checkpointing
     if chosen == "none":
         return 0

@@ -34,6 +34,8 @@ class ModelConfig:
     """Entries of the embedding and of the head."""
     tied: bool = False
     """Whether the head is the embedding."""
+    positions: bool = False
+    """Whether there is a learned table of positions, ``sequence * hidden``, as GPT-2 has it."""
     experts: int = 1
     """Experts of a block. More than one come with a router."""
     top_k: int = 2
@@ -42,6 +44,9 @@ class ModelConfig:
     """Tokens of a sequence, before context parallelism cuts it."""
     micro_batch: int = 1
     """Sequences that a data-parallel rank computes on at a time."""
+    batch: Optional[int] = None  # noqa: UP045
+    """Sequences of a step of the optimizer over all data-parallel ranks. ``null``: one call of ``forward_backward`` is a step,
+    of one micro-batch, or of all that a pipeline takes."""
 
 
 _SHAPE = ("hidden", "layers", "heads", "ffn", "vocab", "sequence")
@@ -59,10 +64,12 @@ class Model:
     gated: bool
     vocab: int
     tied: bool
+    positions: bool
     experts: int
     top_k: int
     sequence: int
     micro_batch: int
+    batch: int | None
 
     @property
     def head_dim(self) -> int:
@@ -100,14 +107,25 @@ class Model:
         return self.vocab * self.hidden
 
     @property
+    def table(self) -> int:
+        """Of positions: sequence * hidden, if there is one."""
+        return self.sequence * self.hidden if self.positions else 0
+
+    @property
     def head(self) -> int:
         """The last norm, and vocab * hidden unless tied."""
         return self.hidden + (0 if self.tied else self.embedding)
 
     @property
     def params(self) -> int:
-        """embedding + layers * block + head."""
-        return self.embedding + self.layers * self.block + self.head
+        """embedding + table + layers * block + head."""
+        return self.embedding + self.table + self.layers * self.block + self.head
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token is multiplied with: of the experts ``top_k``, of embedding and head one."""
+        unused = max(self.experts - self.top_k, 0) * self.feed_forward if self.experts > 1 else 0
+        return self.layers * (self.block - unused) + self.hidden + self.embedding
 
 
 def read_model(config: ModelConfig, key: str = "model") -> Model | int | None:
