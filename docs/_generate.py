@@ -123,7 +123,7 @@ def presets_page() -> str:
     lines = ["# Presets\n", "`parallelism=NAME`, on top of the defaults:\n", "| name | sets |", "|---|---|"]
     lines += [f"| `{name}` | {_settings(node)} |" for name, node in store.PRESETS.items()]
     lines += ["\nSub-groups go with any of them:\n", "| option | sets |", "|---|---|"]
-    for group, options in store._SUB_GROUPS.items():
+    for group, options in store.SUB_GROUPS.items():
         lines += [f"| `parallelism/{group}={name}` | {_settings({group: node})} |" for name, node in options.items()]
     return "\n".join([*lines, ""])
 

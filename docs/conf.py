@@ -30,6 +30,7 @@ html_theme = "furo"
 html_title = f"hydra-parallelism {release}"
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
+smartquotes = False  # messages are shown as they are
 html_copy_source = False
 html_show_copyright = False
 toc_object_entries_show_parents = "hide"

@@ -54,10 +54,15 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 def console(page: str) -> list[Command]:
-    """The commands of a page, in order."""
+    """The commands of a page, in order: after a ``$`` in a ``console`` block, or lines of a ``bash`` block that is no script."""
     found: list[Command] = []
-    for text in (text for language, text in blocks(page) if language == "console"):
-        for part in re.split(r"^\$ ", text.replace("\\\n", ""), flags=re.MULTILINE)[1:]:
+    for language, block in blocks(page):
+        text = re.sub(r" *\\\n *", " ", block)
+        if language == "bash" and not text.startswith("#!"):
+            text = re.sub(r"^(?=\w)", "$ ", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE), flags=re.MULTILINE)
+        elif language != "console":
+            continue
+        for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
             line, *shown = part.splitlines()
             found.append(Command(page, line, tuple(line for line in shown if line.strip())))
     return found

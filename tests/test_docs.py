@@ -27,7 +27,7 @@ TOGETHER = ("howto/axes.md", "howto/huggingface.md")
 """Pages of many short jobs: their ranks are forked from one process instead of being started by the command itself."""
 ELSEWHERE = {"howto/slurm.md": "test_slurm.py", "howto/torchrun.md": "test_docs.py"}
 """Page -> the file with the tests that take its commands from it."""
-SHELLS = {"bash", "sh", "shell", "zsh", ""}
+SHELLS = {"sh", "shell", "zsh", ""}
 
 
 def by_itself(command: Command) -> bool:
@@ -53,8 +53,8 @@ def test_every_block_is_of_a_kind_that_is_run() -> None:
     assert len(EVERY) > 15
     for page in pages():
         for language, text in blocks(page):
-            if language in SHELLS:  # a script, whose page's tests run it
-                assert text.startswith("#!"), text
+            assert language not in SHELLS, f"{page}: commands go into a console block, after a $:\n{text}"
+            if text.startswith("#!"):  # a script, which the page's tests run
                 assert f'blocks("{page}")' in (ROOT / "tests" / ELSEWHERE[page]).read_text()
     for page, file in ELSEWHERE.items():
         assert f'console("{page}")' in (ROOT / "tests" / file).read_text()
@@ -228,7 +228,7 @@ def test_the_defaults_in_the_reference_are_those_of_the_config() -> None:
 def test_the_reference_has_every_preset_resolver_and_name() -> None:
     made = generator().pages()
     assert set(re.findall(r"^\| `(\w+)` \|", made["presets"], re.MULTILINE)) == set(store.PRESETS)
-    options = {f"parallelism/{group}={name}" for group, of in store._SUB_GROUPS.items() for name in of}
+    options = {f"parallelism/{group}={name}" for group, of in store.SUB_GROUPS.items() for name in of}
     assert set(re.findall(r"^\| `(parallelism/\S+)` \|", made["presets"], re.MULTILINE)) == options
     assert all(f"`{name}`" in made["resolvers"] for name in (*_RESOLVERS, *AXES, "rank", "nnodes", "dp_rank"))
     listed = re.findall(r"^\.\. auto\w+:: hydra_parallelism\.(\w+)$", made["api"], re.MULTILINE)
