@@ -54,7 +54,7 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 def console(page: str) -> list[Command]:
-    """The commands of a page, in order: after a ``$`` in a ``console`` block, or lines of a ``bash`` block that is no script."""
+    """The commands of a page, in order: after a ``$`` in a ``console`` block, or the lines of a ``bash`` block."""
     found: list[Command] = []
     for language, block in blocks(page):
         text = re.sub(r" *\\\n *", " ", block)
