@@ -26,16 +26,16 @@ from processes import APPS, ROOT, clean_environment, run, start
 TOGETHER = ("howto/axes.md", "howto/huggingface.md")
 """Pages of many short jobs: their ranks are forked from one process instead of being started by the command itself."""
 ELSEWHERE = {"howto/slurm.md": "test_slurm.py", "howto/torchrun.md": "test_docs.py"}
-"""Page -> the file with the tests that take its commands from it."""
+"""Page -> the file with the tests that take its commands from it; or one command -> the file with a test of the same words."""
 SHELLS = {"sh", "shell", "zsh", ""}
 
 
 def by_itself(command: Command) -> bool:
-    return command.page not in TOGETHER and command.page not in ELSEWHERE
+    return command.page not in TOGETHER and not {command.page, command.line} & set(ELSEWHERE)
 
 
 EVERY = [command for page in pages() for command in console(page)]
-PLANS = [command for command in EVERY if by_itself(command) and command.words[0] == "hydra-parallelism"]
+PLANS = [command for command in EVERY if by_itself(command) and command.words[:2] == ["hydra-parallelism", "plan"]]
 ALONE = list({command.line: command for command in EVERY if by_itself(command) and command not in PLANS}.values())
 MANY = [command for command in EVERY if command.page in TOGETHER]
 
@@ -56,12 +56,18 @@ def test_every_block_is_of_a_kind_that_is_run() -> None:
             assert language not in SHELLS, f"{page}: commands go into a console block, after a $:\n{text}"
             if text.startswith("#!"):  # a script, which the page's tests run
                 assert f'blocks("{page}")' in (ROOT / "tests" / ELSEWHERE[page]).read_text()
-    for page, file in ELSEWHERE.items():
-        assert f'console("{page}")' in (ROOT / "tests" / file).read_text()
+    for what, file in ELSEWHERE.items():
+        text = (ROOT / "tests" / file).read_text()
+        if what.endswith(".md"):
+            assert f'console("{what}")' in text
+        else:
+            assert what in {command.line for command in EVERY}
+            assert not [word for word in what.split()[1:] if word not in text]
 
 
 @pytest.mark.parametrize("command", PLANS, ids=lambda command: command.line)
-def test_a_plan(command: Command) -> None:
+def test_a_plan(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(copy_of_the_app(tmp_path))
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = hydra_parallelism_command(command.words[1:])
