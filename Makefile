@@ -3,14 +3,14 @@ PYTHON ?= python3
 BIN ?= .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 # CI has made its environment already and names it: make test BIN=/path/to/bin READY=
 READY ?= .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,lint,examples]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,lint,examples,docs]"
 	@touch $@
 
 demo: $(READY)  ## train a small language model on 4 processes of this machine under HSDP 2 x 2
@@ -25,5 +25,8 @@ lint: $(READY)  ## style and types, changes nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(READY)  ## the documentation site, in site/; a warning is an error
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs site
+
 clean:
-	rm -rf .venv outputs multirun dist
+	rm -rf .venv outputs multirun dist site docs/reference

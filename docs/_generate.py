@@ -115,7 +115,7 @@ def config_page() -> str:
 
 
 def _definitions(listed: list[Key]) -> str:
-    return "\n".join(f"`{path}`\n: {kind}, default `{default}`\n\n  {meaning}\n" for path, kind, default, meaning in listed)
+    return "\n".join(f"`{path}`\n: {meaning} ({kind}; default `{default}`)\n" for path, kind, default, meaning in listed)
 
 
 def presets_page() -> str:
@@ -123,7 +123,7 @@ def presets_page() -> str:
     lines = ["# Presets\n", "`parallelism=NAME`, on top of the defaults:\n", "| name | sets |", "|---|---|"]
     lines += [f"| `{name}` | {_settings(node)} |" for name, node in store.PRESETS.items()]
     lines += ["\nSub-groups go with any of them:\n", "| option | sets |", "|---|---|"]
-    for group, options in store._SUB_GROUPS.items():
+    for group, options in store.SUB_GROUPS.items():
         lines += [f"| `parallelism/{group}={name}` | {_settings({group: node})} |" for name, node in options.items()]
     return "\n".join([*lines, ""])
 
@@ -139,11 +139,14 @@ def _settings(node: dict[str, object], path: str = "") -> str:
 def resolvers_page() -> str:
     """The resolvers and the numbers they know."""
     said = ast.get_docstring(ast.parse((LIBRARY / "resolvers.py").read_text())) or ""
-    lines = ["# Resolvers\n", _plain(said) + "\n", "## Names\n", "| name | |", "|---|---|"]
-    lines += [f"| `{name}` | of the process or its world |" for name in _answers._OF_PROCESS]
-    lines += [f"| `{name}` | of the topology |" for name in _answers._OF_TOPOLOGY]
-    lines += [f"| `{name}` | ranks along the axis |" for name in topology.AXES]
-    lines += [f"| `{name}` | the same as `{axis}` |" for name, axis in _answers._ALIASES.items() if name != axis]
+    known = {
+        "of this process and its world": _answers._OF_PROCESS,
+        "of the topology": _answers._OF_TOPOLOGY,
+        "ranks along an axis": topology.AXES,
+        "the same by the name of the key": [name for name, axis in _answers._ALIASES.items() if name != axis],
+    }
+    lines = ["# Resolvers\n", _plain(said) + "\n", "## Names\n", "| | names |", "|---|---|"]
+    lines += [f"| {what} | {', '.join(f'`{name}`' for name in names)} |" for what, names in known.items()]
     lines += ["\nResolvers: " + ", ".join(f"`{name}`" for name in resolvers._RESOLVERS) + "\n"]
     return "\n".join(lines)
 
@@ -170,7 +173,7 @@ def messages() -> dict[str, list[str]]:
         module = ".".join(path.relative_to(LIBRARY).with_suffix("").parts)
         for node in ast.walk(ast.parse(path.read_text())):
             raised = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-            if raised in ("ConfigurationError", "LaunchError") and isinstance(node, ast.Call) and node.args:
+            if raised in ("ConfigurationError", "LaunchError", "ParallelismError") and isinstance(node, ast.Call) and node.args:
                 first = _template(node.args[0]).split("\n")[0].strip()
                 if len(re.sub(r"[…\W]", "", first)) > 8 and first not in found.setdefault(module, []):
                     found[module].append(first)
@@ -194,7 +197,7 @@ def messages_page() -> str:
     """The first line of every message."""
     lines = [
         "# All messages\n",
-        "The first line of every refusal, by the module that raises it; `…` stands for a name or a number. Each message goes on "
+        "The first line of every refusal, by the module that raises it; `…` stands for a name or a number. Most messages go on "
         "with the numbers and a `try:` line. The common ones are explained in [Troubleshooting](../troubleshooting.md).\n",
     ]
     for module, texts in messages().items():

@@ -6,6 +6,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import _generate
+
 import hydra_parallelism
 
 _generate.write_reference()
@@ -24,10 +25,12 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 autodoc_member_order = "bysource"
 napoleon_numpy_docstring = False
-templates_path = ["_templates"]
 
 html_theme = "furo"
 html_title = f"hydra-parallelism {release}"
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
+smartquotes = False  # messages are shown as they are
 html_copy_source = False
+html_show_copyright = False
+toc_object_entries_show_parents = "hide"

@@ -54,10 +54,15 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 def console(page: str) -> list[Command]:
-    """The commands of a page, in order."""
+    """The commands of a page, in order: after a ``$`` in a ``console`` block, or the lines of a ``bash`` block."""
     found: list[Command] = []
-    for text in (text for language, text in blocks(page) if language == "console"):
-        for part in re.split(r"^\$ ", text.replace("\\\n", ""), flags=re.MULTILINE)[1:]:
+    for language, block in blocks(page):
+        text = re.sub(r" *\\\n *", " ", block)
+        if language == "bash" and not text.startswith("#!"):
+            text = re.sub(r"^(?=\w)", "$ ", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE), flags=re.MULTILINE)
+        elif language != "console":
+            continue
+        for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
             line, *shown = part.splitlines()
             found.append(Command(page, line, tuple(line for line in shown if line.strip())))
     return found
@@ -66,8 +71,8 @@ def console(page: str) -> list[Command]:
 def missing(shown: tuple[str, ...], text: str) -> str:
     """The first line that is not in a text after those before it, or nothing.
 
-    ``...`` stands for anything, and any number with a decimal point for any other: losses depend on the Python release, whose help
-    the examples read.
+    ``...`` stands for anything, and any number with a decimal point for any other: losses depend on the Python release, whose
+    help the examples read.
     """
     lines = iter(text.splitlines())
     for line in shown:

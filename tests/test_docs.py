@@ -26,16 +26,16 @@ from processes import APPS, ROOT, clean_environment, run, start
 TOGETHER = ("howto/axes.md", "howto/huggingface.md")
 """Pages of many short jobs: their ranks are forked from one process instead of being started by the command itself."""
 ELSEWHERE = {"howto/slurm.md": "test_slurm.py", "howto/torchrun.md": "test_docs.py"}
-"""Page -> the file with the tests that take its commands from it."""
-SHELLS = {"bash", "sh", "shell", "zsh", ""}
+"""Page -> the file with the tests that take its commands from it; or one command -> the file with a test of the same words."""
+SHELLS = {"sh", "shell", "zsh", ""}
 
 
 def by_itself(command: Command) -> bool:
-    return command.page not in TOGETHER and command.page not in ELSEWHERE
+    return command.page not in TOGETHER and not {command.page, command.line} & set(ELSEWHERE)
 
 
 EVERY = [command for page in pages() for command in console(page)]
-PLANS = [command for command in EVERY if by_itself(command) and command.words[0] == "hydra-parallelism"]
+PLANS = [command for command in EVERY if by_itself(command) and command.words[:2] == ["hydra-parallelism", "plan"]]
 ALONE = list({command.line: command for command in EVERY if by_itself(command) and command not in PLANS}.values())
 MANY = [command for command in EVERY if command.page in TOGETHER]
 
@@ -53,14 +53,21 @@ def test_every_block_is_of_a_kind_that_is_run() -> None:
     assert len(EVERY) > 15
     for page in pages():
         for language, text in blocks(page):
-            if language in SHELLS:  # a script, whose page's tests run it
-                assert text.startswith("#!") and f'blocks("{page}")' in (ROOT / "tests" / ELSEWHERE[page]).read_text(), text
-    for page, file in ELSEWHERE.items():
-        assert f'console("{page}")' in (ROOT / "tests" / file).read_text()
+            assert language not in SHELLS, f"{page}: commands go into a console block, after a $:\n{text}"
+            if text.startswith("#!"):  # a script, which the page's tests run
+                assert f'blocks("{page}")' in (ROOT / "tests" / ELSEWHERE[page]).read_text()
+    for what, file in ELSEWHERE.items():
+        text = (ROOT / "tests" / file).read_text()
+        if what.endswith(".md"):
+            assert f'console("{what}")' in text
+        else:
+            assert what in {command.line for command in EVERY}
+            assert not [word for word in what.split()[1:] if word not in text]
 
 
 @pytest.mark.parametrize("command", PLANS, ids=lambda command: command.line)
-def test_a_plan(command: Command) -> None:
+def test_a_plan(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(copy_of_the_app(tmp_path))
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = hydra_parallelism_command(command.words[1:])
@@ -220,17 +227,18 @@ def test_the_defaults_in_the_reference_are_those_of_the_config() -> None:
     node = OmegaConf.structured(config.ParallelismConfig)
     for path, _, default, _ in generator().keys("parallelism"):
         value = OmegaConf.select(node, path.removeprefix("parallelism."))
-        assert default == {None: "null", True: "true", False: "false"}.get(value, getattr(value, "name", str(value)))
+        plain = str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+        assert default == getattr(value, "name", plain)
 
 
 def test_the_reference_has_every_preset_resolver_and_name() -> None:
     made = generator().pages()
     assert set(re.findall(r"^\| `(\w+)` \|", made["presets"], re.MULTILINE)) == set(store.PRESETS)
-    options = {f"parallelism/{group}={name}" for group, of in store._SUB_GROUPS.items() for name in of}
+    options = {f"parallelism/{group}={name}" for group, of in store.SUB_GROUPS.items() for name in of}
     assert set(re.findall(r"^\| `(parallelism/\S+)` \|", made["presets"], re.MULTILINE)) == options
     assert all(f"`{name}`" in made["resolvers"] for name in (*_RESOLVERS, *AXES, "rank", "nnodes", "dp_rank"))
-    assert re.findall(r"^\.\. auto\w+:: hydra_parallelism\.(\w+)$", made["api"], re.MULTILINE).sort() is None
-    assert sorted(re.findall(r":: hydra_parallelism\.(\w+)$", made["api"], re.MULTILINE)) == hydra_parallelism.__all__
+    listed = re.findall(r"^\.\. auto\w+:: hydra_parallelism\.(\w+)$", made["api"], re.MULTILINE)
+    assert sorted(listed) == hydra_parallelism.__all__
 
 
 def test_the_list_of_messages_has_what_people_meet() -> None:

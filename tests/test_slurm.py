@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from processes import APPS, ROOT, body_lines, clean_environment, run
+from console import blocks, console, copy_of_the_app, missing
+from processes import APPS, body_lines, clean_environment, run
 
 CLUSTERS = Path(__file__).parent / "clusters"
 MISSING = [
@@ -24,7 +25,8 @@ pytestmark = [
     pytest.mark.xdist_group("slurm"),  # one cluster, whose four nodes are taken by one test at a time
     pytest.mark.skipif(os.geteuid() != 0 or bool(MISSING), reason=f"needs root and slurm-wlm, munge: no {MISSING}"),
 ]
-TRAIN = ROOT / "examples/train.py"
+SRUN, SBATCH, SUBMITIT = console("howto/slurm.md")
+"""What docs/howto/slurm.md types."""
 SAY = APPS / "say.py"
 FEW = ("train.steps=3", "train.log_every=1")
 
@@ -58,14 +60,28 @@ def wait_for(path: Path, deadline: float) -> None:
 
 
 def test_srun_is_hsdp_with_replicas_across_nodes(cluster: dict[str, str], tmp_path: Path) -> None:
-    command = ["srun", "-N", "2", "--ntasks-per-node", "2", sys.executable, TRAIN, "parallelism=hsdp", *FEW]
-    outcome = run(command, tmp_path, env=cluster, deadline=120)
+    outcome = run([*SRUN.to_run(), *FEW], copy_of_the_app(tmp_path), env=cluster, deadline=120)
     assert outcome.code == 0, outcome.text
+    assert not missing(SRUN.shown, outcome.text), outcome.text
     assert "dp_replicate=2 * dp_shard=2 = 4 process(es) on 2 nodes (SLURM_STEP_NUM_TASKS=4 (srun))" in outcome.text
     assert outcome.text.count("step 3/3 loss") == 1
     record = the_record(tmp_path)
     assert [(row["dp_replicate"], row["dp_shard"]) for row in record["ranks"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert record["world"]["nnodes"] == 2
+
+
+def test_the_batch_script_of_the_page(cluster: dict[str, str], tmp_path: Path) -> None:
+    (script,) = (text for language, text in blocks("howto/slurm.md") if language == "bash")
+    few = f"{sys.executable} examples/train.py {' '.join(FEW)} hydra.run.dir=out"
+    job = copy_of_the_app(tmp_path) / SBATCH.words[-1]
+    job.write_text(f"{script.replace('python examples/train.py', few).rstrip()}\necho $? > code && mv code done\n")
+    outcome = run(SBATCH.to_run(), tmp_path, env=cluster)
+    assert outcome.code == 0, outcome.text
+    wait_for(tmp_path / "done", deadline=120)
+    text = (tmp_path / "log.txt").read_text()
+    assert (tmp_path / "done").read_text() == "0\n", text
+    assert "dp_replicate=2 * dp_shard=2 = 4 process(es) on 2 nodes (SLURM_STEP_NUM_TASKS=4 (srun))" in text
+    assert text.count("step 3/3 loss") == 1
 
 
 def test_a_failure_under_srun_is_told_once_by_its_rank(cluster: dict[str, str], tmp_path: Path) -> None:
@@ -115,15 +131,9 @@ def test_without_srun_an_allocation_is_no_launch(shell: str, cluster: dict[str, 
 @pytest.mark.skipif(find_spec("submitit") is None, reason="hydra-submitit-launcher is not installed (no release for Hydra 1.4)")
 def test_submitit_slurm_from_a_login_shell(cluster: dict[str, str], tmp_path: Path) -> None:
     """Nodes and tasks come from the topology: 4 processes at 2 on a node."""
-    command = [sys.executable, TRAIN, "-m", "parallelism=hsdp", "parallelism.world_size=4", "+cluster=slurm", *FEW]
-    command += [
-        "hydra/launcher=submitit_slurm",
-        "cluster.gpus_per_node=2",
-        "hydra.launcher.mem_gb=null",
-        "hydra.sweep.dir=sweep",
-    ]
+    command = [*SUBMITIT.to_run(), *FEW, "hydra.launcher.mem_gb=null", "hydra.sweep.dir=sweep"]
     began = time.monotonic()
-    outcome = run(command, tmp_path, env=cluster, deadline=170)
+    outcome = run(command, copy_of_the_app(tmp_path), env=cluster, deadline=170)
     assert outcome.code == 0, outcome.text
     record = the_record(tmp_path, "sweep/0")
     assert (record["world"]["nnodes"], record["world"]["launcher"]) == (2, "srun")

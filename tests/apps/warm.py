@@ -22,7 +22,7 @@ from transformers import AutoConfig, LlamaForCausalLM, Qwen3ForCausalLM
 import hydra_parallelism.checkpoint
 import hydra_parallelism.parallelize
 
-assert (torch, AutoConfig, LlamaForCausalLM, Qwen3ForCausalLM, load_digits, figure, hydra_parallelism)
+LOADED = (torch, AutoConfig, LlamaForCausalLM, Qwen3ForCausalLM, load_digits, figure, hydra_parallelism)
 DEADLINE = 60.0
 
 
