@@ -2,6 +2,7 @@
 
 import logging
 import platform
+import socket
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,13 @@ def write(context: "ParallelContext", folder: Path) -> None:
     """Write the record on rank 0; the other ranks have told their host names when the job started.
 
     The file holds no ``-1`` and no interpolation: degrees as resolved, the world with the origin of its size, the rank ->
-    coordinate -> host table and the versions.
+    coordinate -> host table and the versions. A simulated rank writes of itself alone, and that it is one.
     """
-    if context.rank != 0:
+    if context.rank != 0 and not context.world.simulated:
         return
     # Flow style for the innermost level: one line for each rank.
-    text = yaml.safe_dump(_describe(context, _hosts(context)), sort_keys=False, default_flow_style=None, width=1000)
+    hosts = {context.rank: socket.gethostname()} if context.world.simulated else dict(enumerate(_hosts(context)))
+    text = yaml.safe_dump(_describe(context, hosts), sort_keys=False, default_flow_style=None, width=1000)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "parallelism.yaml").write_text(text)
@@ -45,10 +47,12 @@ def _hosts(context: "ParallelContext") -> list[str]:
     return hosts
 
 
-def _describe(context: "ParallelContext", hosts: list[str]) -> dict[str, Any]:
+def _describe(context: "ParallelContext", hosts: dict[int, str]) -> dict[str, Any]:
     topology, world = context.topology, context.world
     derived = ("dp", "cp", "fsdp", "dp_cp", "efsdp")
+    simulated = {"simulated": {"rank": context.rank, "of": world.size}} if world.simulated else {}
     return {
+        **simulated,
         "degrees": topology.degrees(),
         "derived": {axis: topology.size(axis) for axis in derived},
         "world": {
@@ -61,7 +65,7 @@ def _describe(context: "ParallelContext", hosts: list[str]) -> dict[str, Any]:
         "backend": context.backend,
         "ranks": [
             {"rank": rank, "host": host, **topology.coordinate(rank), "dp_rank": topology.dp_rank(rank)}
-            for rank, host in enumerate(hosts)
+            for rank, host in hosts.items()
         ],
         "versions": versions(),
     }

@@ -32,6 +32,7 @@ class Launcher(Enum):
     submitit = "submitit"
     open_mpi = "mpirun"
     pmi = "PMI"
+    simulation = "simulation"
     nobody = "nobody"
 
 
@@ -52,7 +53,17 @@ class World:
     @property
     def launched(self) -> bool:
         """Whether a launcher started this process; otherwise ``size`` is only planned."""
-        return self.launcher is not Launcher.nobody
+        return self.launcher not in (Launcher.nobody, Launcher.simulation)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether this process is one rank of a world that is only thought of."""
+        return self.launcher is Launcher.simulation
+
+    @property
+    def processes(self) -> int:
+        """How many processes there are to wait for, or to start: ``size``, and 1 where the other ranks are only thought of."""
+        return 1 if self.simulated else self.size
 
     def source(self, name: str = "size") -> str:
         """Where a number comes from, for messages: ``"WORLD_SIZE=8 (torchrun)"``."""
