@@ -1,4 +1,4 @@
-"""Torch's fake process groups, in which one rank is alone: what its collectives leave behind, and what stands for what it receives.
+"""Torch's fake process groups, in which one rank is alone, and what stands for what it would receive.
 
 From the tensors that a collective is given the fake backend copies what it can (an all-gather repeats this rank's part) and
 leaves the rest as it is; a received tensor would be memory that nobody wrote.
@@ -22,6 +22,6 @@ def is_fake(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def pretend_to_receive(tensor: Tensor) -> Tensor:
-    """Fill a tensor that another rank would send, in place: small noise, so that a router still spreads tokens; integers are 0."""
+    """Fill a tensor that another rank would send, in place: noise, so that a router still spreads tokens; integers are 0."""
     with torch.no_grad():
         return tensor.normal_() if tensor.is_floating_point() else tensor.zero_()

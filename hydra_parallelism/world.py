@@ -20,7 +20,7 @@ from pathlib import Path
 from ._equation import Degrees
 from .errors import LaunchError
 
-__all__ = ["Launcher", "World", "count_accelerators", "plan", "read"]
+__all__ = ["Launcher", "World", "count_accelerators", "plan", "read", "seen"]
 
 
 class Launcher(Enum):
@@ -158,6 +158,19 @@ def read(environ: Mapping[str, str] | None = None) -> World | None:
         if variables.marker in env:
             return _check(_read_with(variables, env))
     return None
+
+
+def seen(environ: Mapping[str, str] | None = None) -> dict[Launcher, dict[str, str]]:
+    """Each launcher that has left variables, best first, and what it has left. Those whose marker is unset count for nothing."""
+    env = os.environ if environ is None else environ
+    found: dict[Launcher, dict[str, str]] = {}
+    for of in _TABLE:
+        names = (of.marker, *of.size, *of.rank, *of.local_rank, *of.local_size, *of.nnodes, *of.node_rank)
+        if env.get(of.marker):
+            is_by_hand = of is _TORCH and "TORCHELASTIC_RUN_ID" not in env
+            launcher = Launcher.environment if is_by_hand else of.launcher
+            found[launcher] = {name: env[name] for name in dict.fromkeys(names) if env.get(name)}
+    return found
 
 
 def plan(

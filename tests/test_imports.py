@@ -16,13 +16,14 @@ from hydra_parallelism import ConfigurationError, LaunchError, ParallelismError
 ROOT = Path(hydra_parallelism.__file__).parents[1]
 WITHOUT_TORCH = (
     "errors", "config", "launcher_config", "_equation", "topology", "constraints", "swept_axes", "layouts", "sweeper_config",
-    "world", "_answers", "resolvers", "store", "interpolations", "failures", "logs", "memory", "worker", "outcome", "results",
+    "world", "simulation",
+    "_answers", "resolvers", "store", "interpolations", "failures", "logs", "memory", "worker", "outcome", "results",
     "ranking", "pictures", "progress",
 )  # fmt: skip
 """Everything that Hydra imports on its own account is here, and what the callback needs before a job starts."""
 ORDER = (
     *WITHOUT_TORCH,
-    "_compat", "census", "local_rendezvous", "launch", "slots", "rendezvous", "agreement", "device", "options", "mesh",
+    "_compat", "fake_groups", "holdings", "census", "local_rendezvous", "launch", "slots", "rendezvous", "agreement", "device", "options", "mesh",
     "runtime", "record", "run_folder", "run_mode", "multirun", "callback", "sweep_plan", "sweep_jobs", "sweep",
     "gradients", "moe", "data_loading", "_checkpoint_files", "_checkpoint_state", "checkpoint", "guidance",
 )  # fmt: skip
