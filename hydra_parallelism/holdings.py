@@ -1,8 +1,8 @@
 """What a simulated rank holds, in bytes: counted tensor by tensor, because the peak of a process says nothing about its share.
 
 Parameters are those of the models that went through ``parallelize`` (or, if there are more, that optimizers have). Gradients
-and optimizer state are seen when an optimizer has taken a step, which is when all three are there; a task that keeps the model to
-itself has dropped them all before the job ends.
+and optimizer state are seen when an optimizer has taken a step, which is when all three are there: a task that keeps the model
+to itself has dropped them before the job ends.
 """
 
 import logging

@@ -161,7 +161,7 @@ def read(environ: Mapping[str, str] | None = None) -> World | None:
 
 
 def seen(environ: Mapping[str, str] | None = None) -> dict[Launcher, dict[str, str]]:
-    """Each launcher that has left variables, best first, and what it has left. Those whose marker is unset count for nothing."""
+    """Each launcher that has left its marker, best first, and all the variables that it has left."""
     env = os.environ if environ is None else environ
     found: dict[Launcher, dict[str, str]] = {}
     for of in _TABLE:

@@ -23,7 +23,8 @@ WITHOUT_TORCH = (
 """Everything that Hydra imports on its own account is here, and what the callback needs before a job starts."""
 ORDER = (
     *WITHOUT_TORCH,
-    "_compat", "fake_groups", "holdings", "census", "local_rendezvous", "launch", "slots", "rendezvous", "agreement", "device", "options", "mesh",
+    "_compat", "fake_groups", "holdings",
+    "census", "local_rendezvous", "launch", "slots", "rendezvous", "agreement", "device", "options", "mesh",
     "runtime", "record", "run_folder", "run_mode", "multirun", "callback", "sweep_plan", "sweep_jobs", "sweep",
     "gradients", "moe", "data_loading", "_checkpoint_files", "_checkpoint_state", "checkpoint", "guidance",
 )  # fmt: skip
@@ -43,6 +44,8 @@ PLAN = (
     "price", "drawing", "text", "cli", "__main__",
 )  # fmt: skip
 """Modules of ``plan``, likewise; none imports torch, and of the rest they may import only what does not either."""
+DOCTOR = ("findings", "software", "surroundings", "rehearsal", "task", "cli")
+"""Modules of ``doctor``, likewise; none imports torch before it looks at it."""
 DOORBELL = sorted((ROOT / "hydra_plugins").rglob("*.py"))
 RUNTIME = (
     "MoE", "ParallelContext", "accumulate", "attention", "average_loss", "clip_grad_norm_", "current", "distributed_sampler",
@@ -115,12 +118,21 @@ def test_imports_within_context_parallel_point_one_way(name: str) -> None:
 def test_imports_within_plan_point_one_way_and_need_no_torch(name: str) -> None:
     path = ROOT / "hydra_parallelism" / "plan" / f"{name}.py"
     assert _siblings(path) <= set(PLAN[: PLAN.index(name)])
-    assert _siblings(path, level=2) <= set(WITHOUT_TORCH)
+    assert _siblings(path, level=2) <= {*WITHOUT_TORCH, *({"doctor"} if name == "cli" else ())}
     assert not {"torch", "numpy", "rich"} & _third_parties(path)
 
 
+@pytest.mark.parametrize("name", DOCTOR)
+def test_imports_within_doctor_point_one_way_and_need_no_torch(name: str) -> None:
+    path = ROOT / "hydra_parallelism" / "doctor" / f"{name}.py"
+    assert _siblings(path) <= set(DOCTOR[: DOCTOR.index(name)])
+    assert _siblings(path, level=2) <= {*WITHOUT_TORCH, *({"runtime"} if name == "task" else ())}
+    assert "torch" not in _third_parties(path)
+
+
 @pytest.mark.parametrize(
-    ("package", "modules"), [("parallelize", PARALLELIZE), ("context_parallel", CONTEXT_PARALLEL), ("plan", PLAN)]
+    ("package", "modules"),
+    [("parallelize", PARALLELIZE), ("context_parallel", CONTEXT_PARALLEL), ("plan", PLAN), ("doctor", DOCTOR)],
 )
 def test_every_module_of_a_package_has_its_place(package: str, modules: tuple[str, ...]) -> None:
     assert {path.stem for path in (ROOT / "hydra_parallelism" / package).glob("*.py")} == {*modules, "__init__"}

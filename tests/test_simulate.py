@@ -291,14 +291,10 @@ def test_sweepers_that_compare_results_are_refused() -> None:
 
 @pytest.mark.processes
 def test_the_example_as_one_rank_of_65536(tmp_path: Path) -> None:
-    size = 65536
-    words = [
-        f"parallelism.simulate.world_size={size}",
-        "parallelism.simulate.rank=37",
-        f"train.batch_size={size}",
-        "train.steps=2",
-    ]
-    outcome = run(python(TRAIN, "parallelism=hsdp", *words, "hydra.run.dir=."), tmp_path, deadline=150, env=clean_environment())
+    size, manual = 65536, (ROOT / "docs/simulate.md").read_text()
+    [command] = re.findall(r"^\$ python examples/train.py (.*simulate.world_size=65536.*)$", manual, re.MULTILINE)
+    words = [*command.split(), "hydra.run.dir=."]
+    outcome = run(python(TRAIN, *words), tmp_path, deadline=150, env=clean_environment())
     assert outcome.code == 0, outcome.text
     assert "simulating rank 37 of 65536" in outcome.text
     peak = re.search(r"held parameters 66\.\d KiB, .* peak of this process ([\d.]+) MiB", outcome.text)
@@ -316,8 +312,9 @@ def test_the_example_as_one_rank_of_65536(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_a_sweep_of_worlds_and_a_launch_that_is_refused(tmp_path: Path) -> None:
-    words = ["parallelism=fsdp", "parallelism.simulate.world_size=8,64", "train.batch_size=64", "train.steps=1"]
-    outcome = run([*python(TRAIN, "-m", warnings="default"), *words], tmp_path, deadline=200, env=clean_environment())
+    manual = (ROOT / "docs/simulate.md").read_text()
+    [command] = re.findall(r"^\$ python examples/train.py (-m .*)$", manual, re.MULTILINE)
+    outcome = run([*python(TRAIN, warnings="default"), *command.split()], tmp_path, deadline=200, env=clean_environment())
     assert outcome.code == 0, outcome.text
     logs = [path.read_text() for path in sorted(tmp_path.glob("multirun/*/*/*/train.log"))]
     assert ["simulating rank 0 of 8 " in logs[0], "simulating rank 0 of 64 " in logs[1]] == [True, True]
@@ -327,7 +324,8 @@ def test_a_sweep_of_worlds_and_a_launch_that_is_refused(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (refused.code, refused.text) == (1, (
         "parallelism.simulate.world_size=8 needs one process for the whole world of 8, but hydra.launcher.nproc_per_node=4 "
-        "asks for more\n  try: hydra.launcher.nproc_per_node=auto hydra.launcher.nnodes=1, or parallelism.simulate.world_size=null\n"
+        "asks for more\n  try: hydra.launcher.nproc_per_node=auto hydra.launcher.nnodes=1, or "
+        "parallelism.simulate.world_size=null\n"
     ))  # fmt: skip
 
 

@@ -26,7 +26,9 @@ def all_reduce(processes: int, deadline: float) -> Iterator[Finding]:
     what = f"an all-reduce over {processes} local process(es)"
     text, code = _run(processes, deadline)
     if code is None:
-        yield bad(f"{what} did not end within {deadline:g} s{_last(text)}", f"--deadline {2 * deadline:g}, or what is said above")
+        yield bad(
+            f"{what} did not end within {deadline:g} s{_last(text)}", f"what is bad above, or --deadline {2 * deadline:g}"
+        )
         return
     for line in text.splitlines():
         if line.startswith(_SIGN):
@@ -34,8 +36,8 @@ def all_reduce(processes: int, deadline: float) -> Iterator[Finding]:
             if code == 0 and float(total) == processes * (processes - 1) / 2 and int(ranks) == processes:
                 yield ok(f"{what} works ({backend}, {float(seconds) * 1000:.1f} ms)")
                 return
-    yield bad(f"{what} failed with status {code}{_last(text)}", "what is said above, or the command below with its whole output")
-    yield bad(f"the command was: {' '.join(_command(processes, deadline, '/tmp/doctor'))}", "run it by hand")
+    by_hand = f"python -m hydra_parallelism.doctor.task hydra.launcher.nproc_per_node={processes}"
+    yield bad(f"{what} failed with status {code}{_last(text)}", f"what is bad above; for all of the output {by_hand}")
 
 
 def _run(processes: int, deadline: float) -> tuple[str, int | None]:

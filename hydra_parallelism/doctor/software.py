@@ -62,7 +62,9 @@ def plugin() -> Iterator[Finding]:
     if "TorchrunLauncher" in names:
         yield ok("Hydra finds the plugin (hydra/launcher=torchrun)")
     else:
-        yield bad("Hydra does not find this plugin: no hydra/launcher=torchrun", "pip install . into the environment of your app")
+        yield bad(
+            "Hydra does not find this plugin: no hydra/launcher=torchrun", "pip install . into the environment of your app"
+        )
 
 
 def accelerators() -> Iterator[Finding]:

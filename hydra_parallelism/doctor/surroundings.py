@@ -28,7 +28,7 @@ def launchers() -> Iterator[Finding]:
     found = world.seen()
     for launcher, variables in found.items():
         said = " ".join(f"{name}={value}" for name, value in variables.items())
-        yield ok(f"variables of {launcher.value}: {said}")
+        yield ok(f"variables of {_called(launcher)}: {said}")
     if "SLURM_JOB_ID" in os.environ and Launcher.slurm not in found:
         yield ok(f"SLURM_JOB_ID={os.environ['SLURM_JOB_ID']}, but no step: one process of an allocation; srun starts the tasks")
     try:
@@ -40,11 +40,11 @@ def launchers() -> Iterator[Finding]:
     if winner is None:
         yield ok("nobody has launched this process: python train.py starts the processes that the degrees ask for")
         return
-    yield ok(f"{winner.launcher.value} counts: rank {winner.rank} of {winner.size} ({winner.source()})")
-    others = [launcher.value for launcher in found if launcher is not winner.launcher]
+    yield ok(f"this is rank {winner.rank} of {winner.size}, as {_called(winner.launcher)} has it")
+    others = [_called(launcher) for launcher in found if launcher is not winner.launcher]
     if others:
         yield warn(
-            f"{winner.launcher.value} wins over {', '.join(others)}, whose variables are set as well",
+            f"{_called(winner.launcher)} wins over {', '.join(others)}, whose variables are set as well",
             f"unset {' '.join(found[winner.launcher])} if they are left over",
         )
     if winner.launcher is Launcher.environment and winner.size > 1:
@@ -52,6 +52,10 @@ def launchers() -> Iterator[Finding]:
             f"RANK and WORLD_SIZE are set and not by torchrun: python train.py here waits for {winner.size - 1} other rank(s)",
             f"unset {' '.join(found[winner.launcher])}",
         )
+
+
+def _called(launcher: Launcher) -> str:
+    return "torch (set by hand or left over)" if launcher is Launcher.environment else launcher.value
 
 
 def meeting_place() -> Iterator[Finding]:
@@ -63,7 +67,8 @@ def meeting_place() -> Iterator[Finding]:
         yield bad(f"MASTER_PORT={port} is not a port", "unset MASTER_PORT")
     elif port and _is_taken(int(port)):
         yield warn(
-            f"MASTER_PORT={port} is taken on this machine, by a job that runs or is left over", "another port, or unset MASTER_PORT"
+            f"MASTER_PORT={port} is taken on this machine, by a job that runs or is left over",
+            "another port, or unset MASTER_PORT",
         )
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         # NCCL reads prefixes, and "^" and "=" before them.

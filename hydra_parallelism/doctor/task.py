@@ -26,7 +26,7 @@ def main(config: DictConfig) -> None:
     import torch
     import torch.distributed as dist
 
-    from hydra_parallelism import current
+    from ..runtime import current
 
     context = current()
     for _ in range(2):  # the first one connects
