@@ -19,7 +19,7 @@ import hydra_parallelism as hp
 from apps import tiny
 from hydra_parallelism import fake_groups, simulation
 from hydra_parallelism._compat import registered_groups
-from processes import ROOT, clean_environment, python, run, torchrun
+from processes import ROOT, clean_environment, python, run
 
 VERSION: dict[str, Any] = {"version_base": None} if hydra.__version__.startswith("1.3") else {}
 TRAIN = ROOT / "examples/train.py"
@@ -310,32 +310,22 @@ def test_the_example_as_one_rank_of_65536(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
-def test_a_sweep_of_worlds_and_a_launch_that_is_refused(tmp_path: Path) -> None:
-    manual = (ROOT / "docs/simulate.md").read_text()
-    [command] = re.findall(r"^\$ python examples/train.py (-m .*)$", manual, re.MULTILINE)
-    outcome = run([*python(TRAIN, warnings="default"), *command.split()], tmp_path, deadline=200, env=clean_environment())
+def test_a_sweep_of_worlds_runs_each_in_one_process(tmp_path: Path) -> None:
+    words = ["parallelism.simulate.world_size=8,65536", "parallelism.dp_shard=-1", "batch=65536", "hydra.sweep.dir=."]
+    outcome = run([*python("tell.py", "-m", warnings="default"), *words], tmp_path, deadline=120)
     assert outcome.code == 0, outcome.text
-    logs = [path.read_text() for path in sorted(tmp_path.glob("multirun/*/*/*/train.log"))]
-    assert ["simulating rank 0 of 8 " in logs[0], "simulating rank 0 of 64 " in logs[1]] == [True, True]
-    refused = run(
-        [*python(TRAIN), "parallelism=fsdp", "parallelism.simulate.world_size=8", "hydra.launcher.nproc_per_node=4"],
-        tmp_path, deadline=60, env=clean_environment(),
-    )  # fmt: skip
-    assert (refused.code, refused.text) == (1, (
+    for job, size in enumerate((8, 65536)):
+        record = yaml.safe_load((tmp_path / f"{job}/.hydra/parallelism.yaml").read_text())
+        assert (record["simulated"], len(record["ranks"])) == ({"rank": 0, "of": size}, 1)
+        assert record["degrees"]["dp_shard"] == size
+        assert not (tmp_path / f"{job}/ranks").exists()
+
+
+@pytest.mark.processes
+def test_a_launch_beside_a_simulation_is_refused(tmp_path: Path) -> None:
+    outcome = run(python("tell.py", "parallelism.simulate.world_size=8", "hydra.launcher.nproc_per_node=4"), tmp_path)
+    assert (outcome.code, outcome.text) == (1, (
         "parallelism.simulate.world_size=8 needs one process for the whole world of 8, but hydra.launcher.nproc_per_node=4 "
         "asks for more\n  try: hydra.launcher.nproc_per_node=auto hydra.launcher.nnodes=1, or "
         "parallelism.simulate.world_size=null\n"
     ))  # fmt: skip
-
-
-@pytest.mark.processes
-def test_torchrun_is_refused_once(tmp_path: Path) -> None:
-    outcome = run(
-        torchrun(2, TRAIN, "parallelism=fsdp", "parallelism.simulate.world_size=8"),
-        tmp_path,
-        deadline=90,
-        env=clean_environment(),
-    )
-    assert outcome.code != 0
-    assert outcome.text.count("but WORLD_SIZE=2 (torchrun) has started 2 processes\n") == 1, outcome.text
