@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from . import simulation
 from . import world as world_module
 from ._equation import FACTORS, Degrees, read_degrees
 from .errors import ConfigurationError
@@ -124,7 +125,7 @@ def _resolve(root: DictConfig, node: str) -> tuple[Topology, World]:
     token = _resolving.set(True)
     try:
         degrees = read_degrees(config, node)
-        world = _planned.get() or world_module.read() or _plan(root, degrees)
+        world = _planned.get() or simulation.read(config, node) or world_module.read() or _plan(root, degrees)
         return resolve(config, world.size, source=world.source(), key=node), world
     finally:
         _resolving.reset(token)
@@ -132,10 +133,11 @@ def _resolve(root: DictConfig, node: str) -> tuple[Topology, World]:
 
 def _process_world(root: DictConfig, node: str) -> World:
     """The world for numbers that a degree may depend on: when nobody launched, one node, and only explicit counts."""
-    world = _planned.get() or world_module.read()
+    config = OmegaConf.select(root, node)
+    world = _planned.get() or (simulation.read(config, node) if config is not None else None) or world_module.read()
     if world is not None:
         return world
-    stated = OmegaConf.select(root, f"{node}.world_size") if OmegaConf.select(root, node) is not None else None
+    stated = OmegaConf.select(root, f"{node}.world_size") if config is not None else None
     return _plan(root, Degrees(node, {}, 1, False, stated if isinstance(stated, int) else None))
 
 

@@ -35,6 +35,7 @@ __all__ = [
     "registered_parameters",
     "release_meshes",
     "scale_",
+    "tell_metadata",
     "unflatten",
     "without_modes",
 ]
@@ -144,6 +145,26 @@ def _clear_dtensor_caches() -> None:
     _redistribute._gen_transform_infos.cache_clear()
     type(DTensor._op_dispatcher.sharding_propagator)._propagate_tensor_meta_cached.cache_clear()
     MeshTopoInfo.build_from_mesh.cache_clear()
+
+
+def tell_metadata(stage: Any, received: tuple[Tensor, ...]) -> None:
+    """Tell a pipeline stage, in the first step of a schedule, what it would be told by the stages around it.
+
+    Args:
+        stage: A ``PipelineStage``.
+        received: Likenesses of what the stage before sends. The gradients that come back are like what is sent on.
+    """
+    from torch.distributed.pipelining import _utils
+    from torch.distributed.pipelining import stage as pipelining
+
+    def recall(source: int) -> Any:
+        if source < stage.stage_index:
+            floating = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in received]
+            metas = _utils.extract_tensor_metas(tuple(floating))
+            return pipelining._StageForwardMeta(forward_metas=metas)  # type: ignore[arg-type]
+        return pipelining._StageBackwardMeta(backward_metas=pipelining._derive_grad_metas(stage._stage_meta.outputs))
+
+    stage._recv_meta = recall
 
 
 _Gradients = tuple[Tensor, Tensor, Tensor]

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from .config import ContextParallelConfig, FSDPConfig, ParallelismConfig, PipelineConfig, RuntimeConfig
+from .config import ContextParallelConfig, FSDPConfig, ParallelismConfig, PipelineConfig, RuntimeConfig, SimulateConfig
 from .errors import ConfigurationError
 
 FACTORS = {
@@ -182,7 +182,8 @@ def _unknown_keys(node: Any, schema: type, key: str) -> list[str]:
 
 def _unknown_nested_keys(node: Any, key: str) -> list[str]:
     problems: list[str] = []
-    for name, schema in (("fsdp", FSDPConfig), ("pipeline", PipelineConfig), ("runtime", RuntimeConfig)):
+    nested = {"fsdp": FSDPConfig, "pipeline": PipelineConfig, "runtime": RuntimeConfig, "simulate": SimulateConfig}
+    for name, schema in nested.items():
         inner = getattr(node, name) if isinstance(node, ParallelismConfig) else node.get(name)
         if isinstance(inner, Mapping | DictConfig):
             problems += _unknown_keys(inner, schema, f"{key}.{name}")

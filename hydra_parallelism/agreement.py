@@ -45,7 +45,7 @@ def settle(
         ConfigurationError, LaunchError: The refusal, the same on every rank: the error of the first rank that has one, or the
             keys in which two ranks differ, or how many ranks never arrived.
     """
-    if world.size == 1:
+    if world.processes == 1:
         if error:
             raise error
         return

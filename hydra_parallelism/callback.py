@@ -22,7 +22,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from . import interpolations, memory, resolvers, worker, world
+from . import interpolations, memory, resolvers, simulation, worker, world
 from .errors import ConfigurationError, ParallelismError
 from .failures import FOLLOWER, QUITTER, format_error, write_error_file
 from .logs import RankLog, console_ranks
@@ -122,12 +122,14 @@ class ParallelismCallback(Callback):
         node = self._select(config)
         self._open_log(config, node)
         interpolations.check(config)
+        if config.hydra.mode == RunMode.MULTIRUN:
+            simulation.refuse_sweeper(config, simulation.read(node, self.node))
         context = runtime.init(node, key=self.node, announce=self._announce)
         self._device_type = context.device.type
         memory.reset(self._device_type)
         if worker.started_here():
             atexit.register(_leave_account_of_quitting)
-        if config.hydra.output_subdir is not None or context.rank != 0:
+        if config.hydra.output_subdir is not None or (context.rank != 0 and not context.world.simulated):
             record.write(context, Path(config.hydra.runtime.output_dir) / (config.hydra.output_subdir or ""))
 
     def _open_log(self, config: DictConfig, node: DictConfig) -> None:

@@ -70,6 +70,8 @@ def save(
         overwrite: Replace a checkpoint that is there. It stays until the new one is whole.
         context: The layout to record; ``None`` takes the running job's, if there is one.
 
+    A simulated rank writes nothing and logs a warning: the parts of the other ranks exist nowhere.
+
     Raises:
         ConfigurationError: The folder exists, ``extra`` cannot be kept, or the ranks do not share the file system.
         OSError: Rank 0 cannot write; on every rank.
@@ -79,6 +81,8 @@ def save(
         >>> hydra_parallelism.save(f"checkpoints/{step}", model, optimizer, extra={"step": step})
     """
     path, context = Path(folder).absolute(), context or _running()
+    if _is_alone(context, f"no checkpoint {path}"):
+        return
     files.on_first(lambda: files.prepare(path, extra, overwrite=overwrite))
     state = states.collect(model, optimizer)
     with _quiet():
@@ -127,7 +131,7 @@ def load(
             storage_reader=FileSystemReader(path),
             # Without the flattening of torch: it would put what it reads into a copy of the table.
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            no_dist=not dist.is_initialized(),
+            no_dist=not dist.is_initialized() or _is_simulated(context),  # who is alone has nobody to plan with
         )
     files.agree(lambda: states.apply(model, optimizer, state))
     return extra
@@ -138,6 +142,7 @@ def export(file: _Path, model: nn.Module) -> None:
 
     Each rank but 0 that holds the only whole copy of a tensor (the stages of a pipeline) sends it there, so rank 0 needs memory
     for the whole model on the CPU. ``Model().load_state_dict(torch.load(file))`` reads it.
+    A simulated rank writes nothing and logs a warning.
 
     Args:
         file: Where to; replaced if it is there. Rank 0 writes it with ``torch.save``.
@@ -148,6 +153,8 @@ def export(file: _Path, model: nn.Module) -> None:
         OSError: Rank 0 cannot write; on every rank.
     """
     path = Path(file).absolute()
+    if _is_alone(_running(), f"no file {path}"):
+        return
     files.on_first(lambda: _check_file(path))
     whole = _gather(model)
     files.on_first(lambda: _write(path, whole))
@@ -158,6 +165,21 @@ def _running() -> ParallelContext | None:
         return current()
     except ParallelismError:
         return None
+
+
+def _is_simulated(context: ParallelContext | None) -> bool:
+    return context is not None and context.world.simulated
+
+
+def _is_alone(context: ParallelContext | None, what: str) -> bool:
+    """Whether this is a simulated rank, which then says what it does not write."""
+    if context is None or not context.world.simulated:
+        return False
+    _log.warning(
+        "%s: rank %d is simulated (%s), and the other %d ranks have no parts to write",
+        *(what, context.rank, context.world.source(), context.world_size - 1),
+    )
+    return True
 
 
 @contextmanager

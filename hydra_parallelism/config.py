@@ -21,6 +21,7 @@ __all__ = [
     "PipelineConfig",
     "PipelineSchedule",
     "RuntimeConfig",
+    "SimulateConfig",
     "WithParallelism",
 ]
 
@@ -113,6 +114,18 @@ class RuntimeConfig:
 
 
 @dataclass
+class SimulateConfig:
+    """One rank of a world that is only thought of: this process is that rank, its collectives do nothing."""
+
+    world_size: Optional[int] = None
+    """Ranks of that world, e.g. ``simulate.world_size=4096``. ``null`` simulates nothing."""
+    rank: int = 0
+    """Which of them this process is, e.g. ``simulate.rank=37``."""
+    per_node: int = 8
+    """Ranks on each node of that world, for ``nnodes`` and ``local_rank``; a world of fewer ranks is one node."""
+
+
+@dataclass
 class ParallelismConfig:
     """A topology as the user declares it.
 
@@ -163,6 +176,8 @@ class ParallelismConfig:
     """Pipeline policy."""
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     """Devices, backend and time limits."""
+    simulate: SimulateConfig = field(default_factory=SimulateConfig)
+    """One rank of a large world in this process, without the others."""
 
 
 def _mixin_defaults() -> List[Any]:

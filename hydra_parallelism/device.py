@@ -42,12 +42,12 @@ def bind(device_type: str, world: World) -> torch.device:
 
 
 def choose_index(world: World, visible: int) -> int:
-    """Index of the device of a rank among the visible ones: its local rank, or 0 when the launcher shows each task just one.
+    """Index of the device of a rank among the visible ones: its local rank, or 0 where each task is shown just one.
 
     Raises:
         LaunchError: The local rank is past the last device.
     """
-    if visible == 1:
+    if visible == 1 or world.simulated:  # the other ranks of its node are not here to take the others
         return 0
     if world.local_rank >= visible:
         raise LaunchError(
@@ -58,8 +58,13 @@ def choose_index(world: World, visible: int) -> int:
     return world.local_rank
 
 
-def choose_backend(wanted: str | None, device_type: str) -> str:
-    """Backend of the process groups: NCCL with gloo for CPU tensors on CUDA, gloo on CPU, unless told otherwise."""
+def choose_backend(wanted: str | None, device_type: str, *, simulated: bool = False) -> str:
+    """Backend of the process groups: NCCL with gloo for CPU tensors on CUDA, gloo on CPU, unless told otherwise.
+
+    A simulated rank has torch's fake one, whatever is configured: there is nobody to talk to.
+    """
+    if simulated:
+        return "fake"
     return wanted or ("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
 
 

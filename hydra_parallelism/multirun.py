@@ -156,8 +156,8 @@ def _prepare(loader: ConfigLoader, config: DictConfig, overrides: list[str], num
         if node is not None:
             target = run_mode.planned(job.config, node, key)
             job.topology = resolve(node, target.size, source=target.source(), key=key)
-            job.console = console_ranks(node.runtime.log_ranks, target.size, key)
-            job.processes = target.size
+            job.console = {0} if target.simulated else console_ranks(node.runtime.log_ranks, target.size, key)
+            job.processes = target.processes
         elif isinstance(run_mode.options_of(job.config).nproc_per_node, int):
             job.processes = run_mode.options_of(job.config).nproc_per_node
         job.sent = _pack(job.config)
@@ -276,7 +276,7 @@ def _run(job: _Job, devices: str | None, watch: Watch, stop: threading.Event | N
         job.peak_memory = [peak for _, result in sorted(results.items()) for peak in result.peak_memory]
     except launching.WorkersFailed as error:
         cause = error.cause
-        where = run_mode.place(job.topology, cause.rank) if cause.rank < job.topology.world_size else {}
+        where = run_mode.place(job.topology, cause.rank) if cause.rank < job.topology.world_size == job.processes else {}
         text = tell(cause, job.processes, where, job.folder / f"ranks/{cause.rank}.log")
         job.error = launching.WorkersFailed(text, cause)
     except Exception as error:  # noqa: BLE001 - the other jobs run

@@ -6,6 +6,7 @@ The first is for programs: no ``-1`` and no interpolation, degrees as resolved, 
 
 import logging
 import platform
+import socket
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,11 +24,14 @@ _PACKAGES = ("hydra-parallelism", "torch", "hydra-core", "omegaconf")
 
 
 def write(context: "ParallelContext", folder: Path) -> None:
-    """Write both files on rank 0; the other ranks have told their host names when the job started."""
-    if context.rank != 0:
+    """Write both files on rank 0; the other ranks have told their host names when the job started.
+
+    A simulated rank writes of itself alone, and that it is one.
+    """
+    if context.rank != 0 and not context.world.simulated:
         return
-    hosts = _hosts(context)
     # Flow style for the innermost level: one line for each rank.
+    hosts = {context.rank: socket.gethostname()} if context.world.simulated else dict(enumerate(_hosts(context)))
     table = yaml.safe_dump(_describe(context, hosts), sort_keys=False, default_flow_style=None, width=1000)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -37,7 +41,7 @@ def write(context: "ParallelContext", folder: Path) -> None:
         _log.warning("%s/parallelism.yaml was not written: %s", folder, error)
 
 
-def _tell(context: "ParallelContext", hosts: list[str]) -> str:
+def _tell(context: "ParallelContext", hosts: dict[int, str]) -> str:
     # Here, because the other ranks need none of it.
     from .plan import text
     from .plan.case import Case
@@ -46,13 +50,13 @@ def _tell(context: "ParallelContext", hosts: list[str]) -> str:
 
     world = context.world
     machine = read_machine(MachineConfig(nodes=world.nnodes, per_node=world.local_size), world.size)
-    said = text.show(report(Case(context.topology, machine, context.config, False, context.key), rank=0))
-    return f"{said}\n{_judge_placement(hosts, world.local_size)}"
+    said = text.show(report(Case(context.topology, machine, context.config, False, context.key), context.rank))
+    return f"{said}\n{'' if world.simulated else _judge_placement(hosts, world.local_size)}"
 
 
-def _judge_placement(hosts: list[str], per_node: int) -> str:
+def _judge_placement(hosts: dict[int, str], per_node: int) -> str:
     """A warning when ranks are not on hosts as the report takes them to be: in blocks, node after node."""
-    strays = [rank for rank, host in enumerate(hosts) if host != hosts[rank - rank % per_node]]
+    strays = [rank for rank, host in hosts.items() if host != hosts[rank - rank % per_node]]
     if not strays:
         return ""
     rank = strays[0]
@@ -72,10 +76,12 @@ def _hosts(context: "ParallelContext") -> list[str]:
     return hosts
 
 
-def _describe(context: "ParallelContext", hosts: list[str]) -> dict[str, Any]:
+def _describe(context: "ParallelContext", hosts: dict[int, str]) -> dict[str, Any]:
     topology, world = context.topology, context.world
     derived = ("dp", "cp", "fsdp", "dp_cp", "efsdp")
+    simulated = {"simulated": {"rank": context.rank, "of": world.size}} if world.simulated else {}
     return {
+        **simulated,
         "degrees": topology.degrees(),
         "derived": {axis: topology.size(axis) for axis in derived},
         "world": {
@@ -88,7 +94,7 @@ def _describe(context: "ParallelContext", hosts: list[str]) -> dict[str, Any]:
         "backend": context.backend,
         "ranks": [
             {"rank": rank, "host": host, **topology.coordinate(rank), "dp_rank": topology.dp_rank(rank)}
-            for rank, host in enumerate(hosts)
+            for rank, host in hosts.items()
         ],
         "versions": versions(),
     }

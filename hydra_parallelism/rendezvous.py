@@ -39,7 +39,7 @@ def connect(world: World, job: int | str, *, timeout: timedelta) -> dist.Store:
     Raises:
         LaunchError: No address can be worked out, or the store cannot be reached.
     """
-    if world.size == 1:
+    if world.processes == 1:
         return dist.PrefixStore(f"hydra_parallelism/{job}", dist.HashStore())
     store, generation = _meet(world, timeout)
     store.set_timeout(timeout)
@@ -155,7 +155,7 @@ def _agree_on_generation(store: dist.Store, world: World, timeout: timedelta) ->
 
 def serves_store(world: World) -> bool:
     """Whether this process serves the store, so that the others need it to stay until they are done."""
-    return world.size > 1 and world.rank == 0 and not _agent_serves()
+    return world.processes > 1 and world.rank == 0 and not _agent_serves()
 
 
 def _agent_serves() -> bool:
@@ -221,7 +221,7 @@ def loopback_only(world: World) -> Iterator[None]:
 
     A job on one machine then opens no port that another machine could reach, and needs no host name that resolves.
     """
-    alone = world.size == 1 or (world.nnodes == 1 and "local_size" in world.sources)
+    alone = world.processes == 1 or (world.nnodes == 1 and "local_size" in world.sources)
     if not alone or "GLOO_SOCKET_IFNAME" in os.environ or not os.path.isdir("/sys/class/net/lo"):
         yield
         return

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from . import launch
+from . import launch, simulation
 from . import world as world_module
 from ._equation import read_degrees
 from .constraints import read_switch
@@ -43,10 +43,11 @@ def enter(config: DictConfig, node: Any, key: str) -> None:
         ConfigurationError, LaunchError: They cannot be started.
     """
     world = world_module.read()
+    simulation.read(node, key)  # beside other real processes it is refused, before these meet
     if may_start(world):
         if is_ours(config):
             target = planned(config, node, key)
-            if target.size > 1:
+            if target.processes > 1:
                 raise SystemExit(_start(config, node, key, target))
         return
     assert world is not None
@@ -107,13 +108,17 @@ def options_of(config: DictConfig) -> TorchrunConfig:
 
 
 def planned(config: DictConfig, node: Any, key: str) -> World:
-    """The processes that a config asks for, from its own degrees and its launcher's options.
+    """The processes that a config asks for, from its own degrees and its launcher's options, or the world it simulates.
 
     Raises:
         ConfigurationError: An option is not valid.
     """
     options = options_of(config)
     launch.check(options, options.nnodes)
+    imagined = simulation.read(node, key)
+    if imagined is not None:
+        simulation.refuse_launch(imagined, options.nproc_per_node, options.nnodes, key)
+        return imagined
     per_node = None if options.nproc_per_node == "auto" else options.nproc_per_node
     found = world_module.plan(read_degrees(node, key), nproc_per_node=per_node, nnodes=options.nnodes)
     launch.check(options, found.size)

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import _compat, agreement, device, rendezvous
+from . import _compat, agreement, device, fake_groups, rendezvous, simulation
 from . import world as world_module
 from ._equation import read_degrees
 from .config import ParallelismConfig, RuntimeConfig
 from .errors import LaunchError, ParallelismError
+from .holdings import Holdings
 from .mesh import AxisGroups, Meshes, build_groups
 from .options import flatten, read_config, read_options, warn
 from .topology import Topology, resolve
@@ -57,6 +58,8 @@ class ParallelContext:
     """What the context was made with: the parallelism node as plain data. Degrees are in ``topology``, ``-1`` stays here."""
     key: str = "parallelism"
     """Dotted path of that node, for messages."""
+    holdings: Holdings | None = None
+    """What a simulated rank is seen to hold; ``None`` on a real one."""
 
     @property
     def rank(self) -> int:
@@ -160,6 +163,8 @@ def shutdown() -> None:
     atexit.unregister(shutdown)
     if session is None or session.process != os.getpid():  # a fork must leave its parent's groups alone
         return
+    if session.context.holdings is not None:
+        session.context.holdings.end(session.context.world, session.context.device.type)
     owned = [None] if session.owns_default else list(reversed(session.groups.made))
     worker = threading.Thread(target=_destroy, args=(owned,), daemon=True, name="hydra_parallelism teardown")
     worker.start()
@@ -170,7 +175,7 @@ def shutdown() -> None:
     world, store = session.context.world, session.context.store
     del session, owned, worker
     _compat.release_meshes()
-    if world.size > 1:
+    if world.processes > 1:
         _leave(world, store)
 
 
@@ -196,7 +201,7 @@ def is_first(event: str) -> bool:
     """
     try:
         world = world_module.read()
-        if world is None or world.size == 1:
+        if world is None or world.size == 1:  # a simulated rank, too, has nobody beside it
             return True
         store = _session.context.store if _session else rendezvous.connect(world, "first", timeout=timedelta(seconds=10))
         return store.add(f"first/{event}", 1) == 1
@@ -215,13 +220,15 @@ def _start(config: Any, key: str, announce: Callable[[str], None] | None, job: i
         plain = read_config(config, key)
         bound = device.bind(device.choose_type(plain.runtime.device_type, key), world)
         fingerprint |= _describe(topology, bound, plain.runtime)
-        if world.rank == 0:
+        if world.rank == 0 or world.simulated:
             warn(config, key, topology)
     except Exception as caught:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         error = caught
     wait = timedelta(seconds=plain.runtime.start_timeout_s)
     store = _job_store(world, job, wait)
-    error = error or _claim_device(store, bound)
+    if world.simulated:
+        store.set_timeout(timedelta(seconds=1))  # nobody will put in what is not there
+    error = error or (None if world.simulated else _claim_device(store, bound))
     store.set(f"host/{world.rank}", socket.gethostname())
     agreement.settle(store, world, fingerprint, error, timeout=wait, announce=announce)
     session = _build(config, key, world, topology, bound, plain, store)
@@ -231,13 +238,21 @@ def _start(config: Any, key: str, announce: Callable[[str], None] | None, job: i
 
 def _wait_for_all(world: World, store: dist.Store) -> None:
     """A rank with a short task must not be gone while another still connects to it."""
-    if world.size > 1:
+    if world.processes > 1:
         if store.add("built", 1) == world.size:
             store.set("all built", "")
         store.wait(["all built"])
 
 
 def _read_world(config: Any, key: str) -> World:
+    imagined = simulation.read(config, key)
+    if imagined is not None:
+        if dist.is_initialized():
+            raise ParallelismError(
+                f"{imagined.source()} makes process groups of its own, but torch has a default process group already\n"
+                "  try: torch.distributed.destroy_process_group() before it, or no simulate.world_size"
+            )
+        return imagined
     world = world_module.read()
     if dist.is_initialized():
         # The user's own default group is the world, whatever the environment says.
@@ -258,7 +273,7 @@ def _read_world(config: Any, key: str) -> World:
 
 
 def _job_store(world: World, job: int, timeout: timedelta) -> dist.Store:
-    if dist.is_initialized() and world.size > 1:
+    if dist.is_initialized() and world.processes > 1:
         return dist.PrefixStore(f"hydra_parallelism/{job}", _compat.default_store())
     return rendezvous.connect(world, job, timeout=timeout)
 
@@ -291,7 +306,7 @@ def _build(
     began = time.perf_counter()
     owns_default = not dist.is_initialized()
     timeout = timedelta(seconds=plain.runtime.timeout_s)
-    backend = device.choose_backend(plain.runtime.backend, bound.type)
+    backend = device.choose_backend(plain.runtime.backend, bound.type, simulated=world.simulated)
     with rendezvous.loopback_only(world):
         if owns_default:
             _init_default(world, backend, bound, timeout, store)
@@ -302,15 +317,18 @@ def _build(
                 dist.destroy_process_group()
             raise
     meshes = Meshes(topology, world.rank, groups, bound.type)
-    context = ParallelContext(topology, world, bound, meshes, backend, store, plain, key)
-    if world.rank == 0:
+    holdings = Holdings() if world.simulated else None
+    context = ParallelContext(topology, world, bound, meshes, backend, store, plain, key, holdings)
+    if holdings is not None:
+        holdings.begin()
+    if world.rank == 0 or world.simulated:
         _tell(config, key, context, len(groups.made) + 1, time.perf_counter() - began)
     return _Session(context, groups, owns_default, os.getpid())
 
 
 def _init_default(world: World, backend: str, bound: torch.device, timeout: timedelta, store: dist.Store) -> None:
     if backend == "fake":
-        import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
+        fake_groups.register()
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("groups", store),
@@ -324,6 +342,11 @@ def _init_default(world: World, backend: str, bound: torch.device, timeout: time
 def _tell(config: Any, key: str, context: ParallelContext, groups: int, seconds: float) -> None:
     topology, world = context.topology, context.world
     degrees = read_degrees(config, key)
+    if world.simulated:
+        _log.info(
+            "simulating rank %d of %d (%s): it is alone and its collectives do nothing, so losses mean nothing",
+            *(world.rank, world.size, world.source()),
+        )
     set_ = " * ".join(f"{axis}={size}" for axis, size in topology.degrees().items() if size > 1 and axis != "ep")
     experts = f", ep={topology.ep}" if topology.ep > 1 else ""
     nodes = f" on {world.nnodes} nodes" if world.nnodes > 1 else ""
@@ -333,7 +356,7 @@ def _tell(config: Any, key: str, context: ParallelContext, groups: int, seconds:
         experts,
         world.size,
         nodes,
-        world.source() if world.launched else "not launched",
+        world.source() if world.launched or world.simulated else "not launched",
         context.device.type,
         context.backend,
         groups,

@@ -13,7 +13,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.utils import filter_overrides
 from omegaconf import DictConfig, OmegaConf
 
-from . import interpolations, run_mode
+from . import interpolations, run_mode, simulation
 from . import world as world_module
 from ._equation import FACTORS, read_degrees
 from .best import Estimator
@@ -201,6 +201,7 @@ def _judge(
     candidate = Candidate(list(overrides))
     node, key = run_mode.node_of(composed)
     if node is not None:
+        simulation.refuse_sweeper(composed, simulation.read(node, key))
         read_degrees(node, key)  # what is valid on no world at all is a mistake, and no layout to skip
     try:
         if node is not None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from ._equation import Degrees
 from .errors import LaunchError
 
-__all__ = ["Launcher", "World", "count_accelerators", "plan", "read"]
+__all__ = ["Launcher", "World", "count_accelerators", "plan", "read", "seen"]
 
 
 class Launcher(Enum):
@@ -32,6 +32,7 @@ class Launcher(Enum):
     submitit = "submitit"
     open_mpi = "mpirun"
     pmi = "PMI"
+    simulation = "simulation"
     nobody = "nobody"
 
 
@@ -52,7 +53,17 @@ class World:
     @property
     def launched(self) -> bool:
         """Whether a launcher started this process; otherwise ``size`` is only planned."""
-        return self.launcher is not Launcher.nobody
+        return self.launcher not in (Launcher.nobody, Launcher.simulation)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether this process is one rank of a world that is only thought of."""
+        return self.launcher is Launcher.simulation
+
+    @property
+    def processes(self) -> int:
+        """How many processes there are to wait for, or to start: ``size``, and 1 where the other ranks are only thought of."""
+        return 1 if self.simulated else self.size
 
     def source(self, name: str = "size") -> str:
         """Where a number comes from, for messages: ``"WORLD_SIZE=8 (torchrun)"``."""
@@ -147,6 +158,19 @@ def read(environ: Mapping[str, str] | None = None) -> World | None:
         if variables.marker in env:
             return _check(_read_with(variables, env))
     return None
+
+
+def seen(environ: Mapping[str, str] | None = None) -> dict[Launcher, dict[str, str]]:
+    """Each launcher that has left its marker, best first, and all the variables that it has left."""
+    env = os.environ if environ is None else environ
+    found: dict[Launcher, dict[str, str]] = {}
+    for of in _TABLE:
+        names = (of.marker, *of.size, *of.rank, *of.local_rank, *of.local_size, *of.nnodes, *of.node_rank)
+        if env.get(of.marker):
+            is_by_hand = of is _TORCH and "TORCHELASTIC_RUN_ID" not in env
+            launcher = Launcher.environment if is_by_hand else of.launcher
+            found[launcher] = {name: env[name] for name in dict.fromkeys(names) if env.get(name)}
+    return found
 
 
 def plan(

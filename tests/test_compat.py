@@ -201,3 +201,23 @@ def test_axes_of_a_mesh_are_named_together_over_a_group_that_is_there() -> None:
         assert mesh.get_group("ab") is group
         assert mesh["a", "b"]._flatten("ab").get_group() is group
         assert _compat.registered_groups() == before
+
+
+def test_a_pipeline_stage_asks_the_stages_around_it_for_metadata() -> None:
+    """A simulated rank answers in their stead, see test_simulate.py."""
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining import stage as pipelining
+
+    for asks in (PipelineStage._forward_metadata_inference, PipelineStage._backward_metadata_inference):
+        assert "self._recv_meta(" in inspect.getsource(asks)
+    assert list(inspect.signature(PipelineStage._recv_meta).parameters) == ["self", "src_stage"]
+    [meta] = pipelining.extract_tensor_metas((torch.ones(2, 3, requires_grad=True),))
+    assert pipelining._StageForwardMeta(forward_metas=(meta,)).forward_metas == (meta,)
+    assert pipelining._derive_grad_metas((meta,))[0].shape == (2, 3)
+
+
+def test_the_fake_backend() -> None:
+    from torch.testing._internal.distributed import fake_pg
+
+    assert "fake" in torch.distributed.Backend.backend_list
+    assert callable(fake_pg._create_fake_pg)

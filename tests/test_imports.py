@@ -16,15 +16,17 @@ from hydra_parallelism import ConfigurationError, LaunchError, ParallelismError
 ROOT = Path(hydra_parallelism.__file__).parents[1]
 WITHOUT_TORCH = (
     "errors", "balance", "config", "launcher_config", "_equation",
-    "topology", "constraints", "swept_axes", "layouts", "sweeper_config",
-    "world", "_answers", "resolvers", "store", "interpolations", "failures", "logs", "memory", "worker", "outcome", "results",
+    "topology", "constraints", "swept_axes", "layouts", "sweeper_config", "world", "simulation",
+    "_answers", "resolvers", "store", "interpolations", "failures", "logs", "memory", "worker", "outcome", "results",
     "ranking", "pictures", "progress",
 )  # fmt: skip
 """Everything that Hydra imports on its own account is here, and what the callback needs before a job starts."""
 ORDER = (
     *WITHOUT_TORCH,
-    "_compat", "census", "local_rendezvous", "launch", "slots", "rendezvous", "agreement", "device", "options", "mesh",
-    "runtime", "record", "run_folder", "run_mode", "dry_run", "multirun", "callback", "best", "sweep_plan", "sweep_jobs", "sweep",
+    "_compat", "fake_groups", "holdings",
+    "census", "local_rendezvous", "launch", "slots", "rendezvous", "agreement", "device", "options", "mesh",
+    "runtime", "record", "run_folder", "run_mode", "dry_run", "multirun", "callback", "best", "sweep_plan", "sweep_jobs",
+    "sweep",
     "gradients", "moe", "data_loading", "_checkpoint_files", "_checkpoint_state", "checkpoint", "guidance",
 )  # fmt: skip
 """Each of these may import those before it."""
@@ -52,6 +54,8 @@ INTEROP = (
     "meshes", "table",
 )  # fmt: skip
 """Modules of ``interop``, likewise: targets know only what is before the first of them, and import no library of theirs."""
+DOCTOR = ("findings", "software", "surroundings", "rehearsal", "task", "cli")
+"""Modules of ``doctor``, likewise; none imports torch before it looks at it."""
 DOORBELL = sorted((ROOT / "hydra_plugins").rglob("*.py"))
 RUNTIME = (
     "MoE", "ParallelContext", "accumulate", "attention", "average_loss", "clip_grad_norm_", "current", "distributed_sampler",
@@ -125,6 +129,7 @@ def test_imports_within_plan_point_one_way_and_need_no_torch(name: str) -> None:
     path = ROOT / "hydra_parallelism" / "plan" / f"{name}.py"
     assert _siblings(path) <= set(PLAN[: PLAN.index(name)])
     above = {"parallelize"} if name == "module" else set()  # within functions, when there is a module to read
+    above |= {"doctor"} if name == "cli" else set()
     assert _siblings(path, level=2) <= set(WITHOUT_TORCH) | above
     assert not {"torch", "numpy", "rich"} & _third_parties(path)
 
@@ -141,9 +146,23 @@ def test_imports_within_interop_point_one_way_and_need_no_other_library(name: st
     assert all(hasattr(module, public) for public in module.__all__)
 
 
+@pytest.mark.parametrize("name", DOCTOR)
+def test_imports_within_doctor_point_one_way_and_need_no_torch(name: str) -> None:
+    path = ROOT / "hydra_parallelism" / "doctor" / f"{name}.py"
+    assert _siblings(path) <= set(DOCTOR[: DOCTOR.index(name)])
+    assert _siblings(path, level=2) <= {*WITHOUT_TORCH, *({"runtime"} if name == "task" else ())}
+    assert "torch" not in _third_parties(path)
+
+
 @pytest.mark.parametrize(
     ("package", "modules"),
-    [("parallelize", PARALLELIZE), ("context_parallel", CONTEXT_PARALLEL), ("plan", PLAN), ("interop", INTEROP)],
+    [
+        ("parallelize", PARALLELIZE),
+        ("context_parallel", CONTEXT_PARALLEL),
+        ("plan", PLAN),
+        ("interop", INTEROP),
+        ("doctor", DOCTOR),
+    ],
 )
 def test_every_module_of_a_package_has_its_place(package: str, modules: tuple[str, ...]) -> None:
     assert {path.stem for path in (ROOT / "hydra_parallelism" / package).glob("*.py")} == {*modules, "__init__"}

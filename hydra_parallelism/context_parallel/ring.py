@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .. import fake_groups
 from .kernels import Kernel, choose
 
 __all__ = ["Ring", "ring_attention"]
@@ -200,6 +201,8 @@ def _pass_on(tensor: Tensor, ring: Ring) -> _Transfer:
     """Start to send a tensor to the next rank and to receive its like from the one before."""
     size, rank = ring.size, ring.rank
     arriving = torch.empty_like(tensor)
+    if fake_groups.is_fake(ring.group):
+        fake_groups.pretend_to_receive(arriving)
     operations = [
         dist.P2POp(dist.isend, tensor, group=ring.group, group_peer=(rank + 1) % size),
         dist.P2POp(dist.irecv, arriving, group=ring.group, group_peer=(rank - 1) % size),

@@ -34,6 +34,8 @@ class Flow:
         self.first = tuple(next(name for name in names if name not in bare) for names in division)
         """The module at which each stage begins."""
         self._slots: dict[int, tuple[int, ...]] = {}
+        self.passed: dict[int, tuple[torch.Tensor, ...]] = {}
+        """Stage -> likenesses, on ``meta``, of what it is sent, as the last :meth:`trace` saw it."""
         self._seen: set[str] = set()
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> dict[int, tuple[int, ...]]:
@@ -97,6 +99,7 @@ class Flow:
             self._refuse_strangers(name, stage, sources(leaves))
             return
         self._slots[stage] = tuple(at for at, leaf in enumerate(leaves) if sources([leaf]))
+        self.passed[stage] = tuple(torch.empty_like(leaves[at], device="meta") for at in self._slots[stage])
         self._refuse_strangers(name, stage - 1, sources(leaves), reader=stage)
         if not self._slots[stage]:
             raise ConfigurationError(

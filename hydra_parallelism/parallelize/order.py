@@ -75,6 +75,8 @@ def parallelize(
     weights.fill(model, plan, context, init_weights=init_weights, state_dict=state_dict, offload=offload)
     if context.topology.cfg > 1:
         inference.close(model, recipe.key)
+    if context.holdings is not None:
+        context.holdings.add(model)
     return model
 
 

@@ -207,6 +207,12 @@ class PipelinedModel(nn.Module):
                 "  try: loss = hydra_parallelism.forward_backward(model, inputs, targets, loss_fn), or torch.no_grad() around "
                 "the call"
             )
+        if self._context.world.simulated:
+            raise ConfigurationError(
+                f"a simulated rank of a pipeline ({self._context.world.source()}) trains its stages, but has no output of the "
+                f"whole model to return: the other stages are not there\n"
+                "  try: hydra_parallelism.forward_backward, or no evaluation when context.world.simulated"
+            )
         call = self._judge(args, kwargs)
         self._begin(call)
         return self._share(self._relay.run(call, self.pipeline_plan.microbatches))
@@ -221,7 +227,8 @@ class PipelinedModel(nn.Module):
             from .schedule import Run  # late: it imports much of torch
 
             plan, device = self.pipeline_plan, self._context.device
-            self._run = Run(self._parts, call, plan.schedule, plan.microbatches, len(plan.division), self._group, device)
+            about = plan.schedule, plan.microbatches, len(plan.division)
+            self._run = Run(self._parts, call, *about, self._group, device, self._flow[0].passed)
         losses = self._run.step(call, targets, loss_fn, steps, synchronize, self._unreduced)
         self._unreduced = not synchronize
         loss = torch.stack(losses).mean() if losses else torch.zeros((), device=self._context.device)

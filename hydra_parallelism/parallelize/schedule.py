@@ -4,6 +4,7 @@ The only module that imports ``torch.distributed.pipelining``, which brings torc
 where an optimizer has imported part of it): imported when a pipeline takes its first training step.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from .. import _compat
+from .. import _compat, fake_groups
 from .part import Call, Part
 
 __all__ = ["Run"]
@@ -32,6 +33,7 @@ class Run:
         num_stages: int,
         group: dist.ProcessGroup,
         device: torch.device,
+        passed: Mapping[int, tuple[Tensor, ...]],
     ) -> None:
         """Make torch's stages and schedule.
 
@@ -43,11 +45,16 @@ class Run:
             num_stages: Of the whole pipeline.
             group: The ranks of the pipeline.
             device: Of this rank.
+            passed: Stage -> likenesses of what it is sent; what a simulated rank, to which nobody says so, goes by.
         """
         self.signature = call.signature
         self._count, self._end = microbatches, parts[-1]
         self._is_end = self._end.index == num_stages - 1
         self._stages = [_Stage(part.module, part.index, num_stages, device, group=group) for part in parts]
+        if fake_groups.is_fake(group):
+            for stage in self._stages:
+                stage.pretends = True
+                _compat.tell_metadata(stage, passed.get(stage.stage_index, ()))
         kind = get_schedule_class(schedule)
         stages = self._stages if issubclass(kind, PipelineScheduleMulti) else self._stages[0]
         # Torch would divide gradients by the number of micro-batches after each step, those of earlier steps again and again.
@@ -94,6 +101,8 @@ class _Stage(PipelineStage):
     """Torch's stage; its gradients are reduced over the data ranks only when told to, and a new schedule leaves them be."""
 
     synchronizes = True
+    pretends = False
+    """Whether what it receives is made up."""
     _aside: tuple[tuple[nn.Parameter, Tensor], ...] = ()
 
     def lay_aside(self, *, unreduced: bool) -> None:
@@ -123,3 +132,16 @@ class _Stage(PipelineStage):
         self._aside = ()
         if self.synchronizes:
             super().perform_reduce_grad(grad_scale_factor)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """What a micro-batch waits for from the stage before."""
+        return self._made_up(super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """What a micro-batch waits for from the stage behind."""
+        return self._made_up(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def _made_up(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        for operation in operations if self.pretends else ():
+            fake_groups.pretend_to_receive(operation.tensor)
+        return operations

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from .. import fake_groups
 from ..errors import ConfigurationError
 from ..runtime import ParallelContext
 
@@ -141,6 +142,9 @@ def fill(
     """
     if plan is None and state_dict is None:
         return
+    if context.world.simulated:
+        _imagine(module, context, offload)
+        return
     if plan is not None:
         module.to_empty(device="cpu" if offload else context.device)
     passing: dict[str, Tensor] = {}
@@ -155,6 +159,14 @@ def fill(
     set_model_state_dict(module, values if context.rank == 0 else {}, options=options)
     if plan is not None:
         _send_passing(module, plan, passing, context)
+
+
+def _imagine(module: nn.Module, context: ParallelContext, offload: bool) -> None:
+    """Give the parts of a simulated rank memory and some numbers: whole weights, which rank 0 would send, exist nowhere."""
+    if any(tensor.is_meta for _, tensor in _tensors(module)):
+        module.to_empty(device="cpu" if offload else context.device)
+        for _, tensor in _tensors(module):
+            fake_groups.pretend_to_receive(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
 def _send_passing(module: nn.Module, plan: nn.Module, passing: Mapping[str, Tensor], context: ParallelContext) -> None:

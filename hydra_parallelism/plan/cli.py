@@ -30,9 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0, or 1 with a message on stderr when the config is refused.
     """
     parsed, rest = _parser().parse_known_args(arguments)
-    unknown = [word for word in rest if word.startswith("-")]
+    unknown = [word for word in rest if word.startswith("-") or parsed.command == "doctor"]
     if unknown:
         _parser().error(f"unrecognized arguments: {' '.join(unknown)}")
+    if parsed.command == "doctor":
+        from ..doctor import cli as doctor
+
+        return doctor.run(parsed)
     if arguments is None:
         gc.disable()  # a short life of its own: nearly all there is stays in use, and looking through it takes time
     from hydra.errors import HydraException
@@ -94,6 +98,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--rank", action="store_true", help="all layouts of the machine for a model, fastest first, by estimate")
     plan.add_argument("--top", type=int, metavar="N", help="of --rank: how many to list (default: 10)")
+    from ..doctor.cli import add_parser
+
+    add_parser(commands)
     return parser
 
 
