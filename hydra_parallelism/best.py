@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from .config import ParallelismConfig
 from .errors import ConfigurationError
-from .plan.composition import Case
+from .plan.case import Case
 from .plan.machine import MachineConfig, read_machine
 from .plan.model import Model, ModelConfig, read_model
 from .plan.rank import Estimate, estimate, need_work

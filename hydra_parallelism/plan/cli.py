@@ -40,9 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _plan(parsed, [*parsed.overrides, *rest])
     except (HydraException, OmegaConfBaseException) as error:
-        sys.stderr.write(f"{_told(error)}\n")
+        sys.stderr.write(f"{_told(error)}\n{_hint(parsed, [*parsed.overrides, *rest])}")
         return 1
     return 0
+
+
+def _hint(parsed: argparse.Namespace, overrides: list[str]) -> str:
+    """Words pasted from an app's command line are about its own config, too."""
+    foreign = [word for word in overrides if not word.lstrip("+~").startswith(("parallelism", "world", "model", "hydra"))]
+    if not foreign or parsed.config_name:
+        return ""
+    return f"  try: --config-dir conf --config-name config, if {foreign[0]} is about an app's own config\n"
 
 
 def _told(error: BaseException) -> str:
@@ -60,11 +68,13 @@ def _told(error: BaseException) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("hydra-parallelism", description="Look at layouts of processes before they run.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    # Given a name, it need not make a formatter to ask for one, which imports much.
+    commands = parser.add_subparsers(dest="command", required=True, prog="hydra-parallelism")
     plan = commands.add_parser("plan", description=_PLAN, formatter_class=argparse.RawDescriptionHelpFormatter)
     plan.add_argument("overrides", nargs="*", help="as on the command line of an app: parallelism..., world..., model...")
     plan.add_argument("--of", type=int, default=0, metavar="RANK", help="whose groups to list (default: %(default)s)")
     plan.add_argument("--config-dir", metavar="DIR", help="a folder with more configs, e.g. parallelism/mine.yaml")
+    plan.add_argument("--config-name", metavar="NAME", help="the app's primary config in that folder, e.g. config")
     plan.add_argument(
         "--format", choices=("rich", "text", "json", "svg"), help="default: rich on a terminal if it is installed, else text"
     )
@@ -77,26 +87,28 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(parsed: argparse.Namespace, overrides: list[str]) -> None:
     from ..errors import ConfigurationError
     from .composition import compose, model_of, resolve_case
-    from .drawing import draw
-    from .price import price
     from .report import report
 
     if parsed.colour and parsed.format != "svg":
         raise ConfigurationError(f"--colour {parsed.colour} is for pictures\n  try: --format svg --colour {parsed.colour}")
     if parsed.top is not None and (not parsed.rank or parsed.top < 1):
         raise ConfigurationError(f"--top {parsed.top} is the number of layouts that --rank lists\n  try: --rank --top 10")
-    config = compose(overrides, parsed.config_dir)
+    composed = compose(overrides, parsed.config_dir, parsed.config_name)
     if parsed.rank:
-        _rank(parsed, config, model_of(config))
+        _rank(parsed, composed, model_of(composed))
         return
-    case, model = resolve_case(config), model_of(config)
+    case, model = resolve_case(composed), model_of(composed)
     if parsed.format == "svg":
+        from .drawing import draw
+
         sys.stdout.write(draw(case, parsed.colour or "fsdp"))
         return
-    facts = report(case, parsed.of)
-    if config.model.module is not None:
-        facts["price"] = _price_module(case, config.model.module, parsed.of)
+    facts = report(case, parsed.of, whole=parsed.format == "json")
+    if composed.model.module is not None:
+        facts["price"] = _price_module(case, composed.model.module, parsed.of)
     elif model is not None:
+        from .price import price
+
         facts["price"] = price(case, model, parsed.of)
     _print(facts, parsed.format)
 
@@ -109,16 +121,16 @@ def _price_module(case: Any, path: str, rank: int) -> dict[str, Any]:
     return {**price(case, share.params, rank, share.memory(case.config)), "held": share.rows(rank)}
 
 
-def _rank(parsed: argparse.Namespace, config: Any, model: Any) -> None:
+def _rank(parsed: argparse.Namespace, composed: Any, model: Any) -> None:
     from ..errors import ConfigurationError
     from .rank import as_data, need_work, rank_layouts, show
 
     if parsed.format not in (None, "text", "rich", "json"):
         raise ConfigurationError(f"--format {parsed.format} is a picture of one layout\n  try: --format json with --rank")
     model = need_work(model, "--rank")
-    found = rank_layouts(config, model)
+    found = rank_layouts(composed, model)
     facts = as_data(found, model, parsed.top or _TOP)
-    text = json.dumps(facts, indent=2) if parsed.format == "json" else show(facts, 1e9 * config.world.memory_gb)
+    text = json.dumps(facts, indent=2) if parsed.format == "json" else show(facts, 1e9 * composed.world.memory_gb)
     sys.stdout.write(f"{text}\n")
 
 
@@ -127,7 +139,9 @@ def _print(facts: dict[str, Any], kind: str | None) -> None:
 
     if kind == "json":
         sys.stdout.write(f"{json.dumps(facts, indent=2)}\n")
-    elif kind == "rich" or (kind is None and sys.stdout.isatty() and text.has_rich()):
+    elif kind == "rich":
         text.print_rich(facts)
-    else:
+    elif kind == "text":
         sys.stdout.write(f"{text.show(facts)}\n")
+    else:
+        text.write(facts)

@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 from ..errors import ConfigurationError
 from ..topology import AXES, BASE_AXES, unknown_axis
-from .composition import Case
+from .case import Case
 
 __all__ = ["draw"]
 

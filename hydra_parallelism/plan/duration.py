@@ -15,7 +15,7 @@ What is assumed, all of it in the open:
 
 from dataclasses import dataclass
 
-from .composition import Case
+from .case import Case
 from .memory import recomputed
 from .model import Model
 from .schedules import bubble, microbatches_of

@@ -62,6 +62,19 @@ MACHINES: dict[str, tuple[dict[str, Any], str]] = {
         "NVIDIA DGX A100 data sheet: 8 x 80 GB, NVLink 600 GB/s both ways, 8 ConnectX-6 of 200 Gb/s; "
         "A100 data sheet: 312 TFLOPS of BF16, dense",
     ),
+    "gb200_nvl72": (
+        {"per_node": 72, "memory_gb": 186.0, "intra_gb_s": 900.0, "tflops": 2500.0},
+        "NVIDIA GB200 NVL72: a node is the NVLink domain of a rack, 72 x 186 GB, NVLink 130 TB/s both ways for all, one "
+        "ConnectX-7 of 400 Gb/s for each; 5 PFLOPS of BF16 with sparsity for each, 2.5 dense",
+    ),
+    "aws_p4d": (
+        {"memory_gb": 40.0, "intra_gb_s": 300.0, "inter_gb_s": 6.25, "tflops": 312.0},
+        "Amazon EC2 p4d.24xlarge: 8 A100 of 40 GB, NVSwitch 600 GB/s both ways, 400 Gb/s of EFA for all 8",
+    ),
+    "aws_p5": (
+        {},
+        "Amazon EC2 p5.48xlarge: 8 H100 of 80 GB, NVSwitch 900 GB/s both ways, 3,200 Gb/s of EFA for all 8",
+    ),
     "pcie": (
         {"per_node": 4, "memory_gb": 24.0, "intra_gb_s": 31.5, "inter_gb_s": 1.25, "intra_us": 5.7, "tflops": 125.0},
         "PCI Express 4.0, 16 lanes: 16 GT/s, 128b/130b coding; between nodes 10 Gb/s Ethernet for each accelerator; "

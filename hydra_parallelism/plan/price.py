@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from .composition import Case
+from .case import Case
 from .duration import duration_of
+from .fit import check_fit
 from .memory import Memory, memory_of
 from .model import Model
 from .schedules import bubble, microbatches_of
@@ -16,16 +17,23 @@ def price(case: Case, model: Model | int, rank: int, memory: Memory | None = Non
     """Price a case for a model. ``memory`` is what is known of it better than by formula.
 
     Returns:
-        ``params``, ``memory`` (bytes), ``traffic`` (``None`` when only the number of parameters is known), ``seconds`` of all
-        of it one after the other, ``step`` (seconds by part, likewise ``None``), ``pipeline`` (``None`` without one),
-        ``warnings``.
+        ``machine`` (memory and links), ``params``, ``memory`` (bytes), ``traffic`` (``None`` when only the number of parameters
+        is known), ``seconds`` of all of it one after the other, ``step`` (seconds by part, likewise ``None``), ``pipeline``
+        (``None`` without one), ``warnings``.
 
     Raises:
-        ConfigurationError: The model does not go with the layout.
+        ConfigurationError: The layout cannot split the model.
     """
+    if not isinstance(model, int):
+        check_fit(case, model)
     memory = memory or memory_of(model, case.topology, case.config)
     moved = None if isinstance(model, int) else [_told(each) for each in traffic(case, model, rank)]
     return {
+        "machine": {
+            "memory_bytes": case.machine.memory,
+            "intra": vars(case.machine.intra),
+            "inter": vars(case.machine.inter),
+        },
         "params": model if isinstance(model, int) else model.params,
         "memory": {**vars(memory), "device": memory.device},
         "traffic": moved,

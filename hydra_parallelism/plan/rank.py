@@ -5,17 +5,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import DictConfig
-
 from .._equation import read_degrees
 from ..errors import ConfigurationError
 from ..layouts import enumerate_layouts
 from ..swept_axes import NAMES, overrides_of
 from ..topology import BASE_AXES, Topology
-from .composition import Case, read_policies
+from .case import Case
+from .composition import read_policies
 from .duration import Duration, duration_of
 from .memory import Memory, memory_of
 from .model import Model
+from .overrides import Composed
 
 __all__ = ["Estimate", "Ranking", "as_data", "estimate", "need_work", "order", "rank", "rank_layouts", "show"]
 
@@ -102,13 +102,13 @@ def rank(cases: Iterable[Case], model: Model) -> Ranking:
     return found
 
 
-def rank_layouts(config: DictConfig, model: Model) -> Ranking:
+def rank_layouts(composed: Composed, model: Model) -> Ranking:
     """Judge all layouts of a composed config's machine, over the axes whose degree it leaves at 1 or -1.
 
     Raises:
         ConfigurationError: The degrees that are set do not go into the world.
     """
-    machine, policies = read_policies(config)
+    machine, policies = read_policies(composed)
     size = policies.world_size or machine.accelerators
     written = dict(zip(BASE_AXES, read_degrees(policies, "parallelism").factors.values(), strict=True))
     free = [axis for axis, degree in written.items() if degree in (1, -1) and axis != "cfg"]

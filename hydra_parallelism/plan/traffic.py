@@ -10,8 +10,8 @@ from functools import lru_cache
 
 from ..topology import Topology
 from . import collectives
+from .case import Case
 from .collectives import Cost
-from .composition import Case
 from .machine import Link
 from .memory import recomputed
 from .model import Model
