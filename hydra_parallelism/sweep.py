@@ -85,8 +85,13 @@ def run(
 
 def _read_options(given: dict[str, Any]) -> LayoutsConfig:
     try:
+        # Resolved where they stand: what an interpolation points at is not in the copies that are merged.
+        plain = {
+            name: OmegaConf.to_container(value, resolve=True, enum_to_str=True) if OmegaConf.is_config(value) else value
+            for name, value in given.items()
+        }
         options: LayoutsConfig = OmegaConf.to_object(  # type: ignore[assignment]
-            OmegaConf.merge(OmegaConf.structured(LayoutsConfig), OmegaConf.create(given))
+            OmegaConf.merge(OmegaConf.structured(LayoutsConfig), plain)
         )
     except OmegaConfBaseException as error:
         raise ConfigurationError(f"hydra.sweeper is not valid: {str(error).splitlines()[0]}") from None
