@@ -11,7 +11,15 @@ from . import resolvers as _resolvers
 
 if TYPE_CHECKING:
     from .checkpoint import export, load, save
-    from .config import ContextParallelConfig, FSDPConfig, ParallelismConfig, PipelineConfig, RuntimeConfig, WithParallelism
+    from .config import (
+        ContextParallelConfig,
+        FSDPConfig,
+        ParallelismConfig,
+        PipelineConfig,
+        RuntimeConfig,
+        SimulateConfig,
+        WithParallelism,
+    )
     from .context_parallel.attention import attention
     from .context_parallel.shards import shard_sequence, unshard_sequence
     from .data_loading import distributed_sampler, seed_for
@@ -35,6 +43,7 @@ __all__ = [
     "ParallelismError",
     "PipelineConfig",
     "RuntimeConfig",
+    "SimulateConfig",
     "Topology",
     "WithParallelism",
     "accumulate",
@@ -68,6 +77,7 @@ _HOMES = {
         "ParallelismConfig",
         "PipelineConfig",
         "RuntimeConfig",
+        "SimulateConfig",
         "WithParallelism",
     ),
     "context_parallel.attention": ("attention",),
