@@ -11,13 +11,15 @@ from apps._app import HYDRA
 from hydra_parallelism import ContextParallelConfig, ParallelismConfig, current, parallel_context, resolve
 from processes import body_lines, python, run
 
-LAYOUT = "hydra_parallelism.config.ParallelismConfig"
+LAYOUT = [
+    f"hydra_parallelism.config.{part}Config" for part in ("Parallelism", "ContextParallel", "FSDP", "Pipeline", "Runtime")
+]
 # On Hydra 1.4 hydra-zen 0.17 stores the config of every launch under one name and makes callbacks without its whitelist.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ConfigStore config 'zen_launch.yaml' is already registered"),
     pytest.mark.filterwarnings(r"ignore:hydra.utils.instantiate\(\) resolved _target_='hydra_parallelism.callback"),
 ]
-MAKES_LAYOUTS = {name: value if name == "version_base" else [*value, LAYOUT] for name, value in HYDRA.items()}
+MAKES_LAYOUTS = {name: value if name == "version_base" else [*value, *LAYOUT] for name, value in HYDRA.items()}
 
 
 def built() -> type[Builds[type[ParallelismConfig]]]:
