@@ -1,16 +1,25 @@
 """hydra-zen: configs that it builds, and its ``launch`` in place of ``@hydra.main``."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
+from hydra import compose, initialize
 from hydra_zen import builds, instantiate, launch, make_config, store, to_yaml, zen
 from hydra_zen.typing import Builds
 
+from apps._app import HYDRA
 from hydra_parallelism import ContextParallelConfig, ParallelismConfig, current, parallel_context, resolve
 from processes import body_lines, python, run
 
-BASIC: dict[str, Any] = {"version_base": "1.3"}
+LAYOUT = [
+    f"hydra_parallelism.config.{part}Config" for part in ("Parallelism", "ContextParallel", "FSDP", "Pipeline", "Runtime")
+]
+# On Hydra 1.4 hydra-zen 0.17 stores the config of every launch under one name and makes callbacks without its whitelist.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ConfigStore config 'zen_launch.yaml' is already registered"),
+    pytest.mark.filterwarnings(r"ignore:hydra.utils.instantiate\(\) resolved _target_='hydra_parallelism.callback"),
+]
+MAKES_LAYOUTS = {name: value if name == "version_base" else [*value, *LAYOUT] for name, value in HYDRA.items()}
 
 
 def built() -> type[Builds[type[ParallelismConfig]]]:
@@ -39,7 +48,7 @@ def test_launch_runs_a_job_with_a_preset_and_its_context(tmp_path: Path) -> None
         make_config("parallelism", hydra_defaults=["_self_", {"parallelism": "fsdp"}], lr=0.5),
         lambda config: (current().topology.fsdp, config.lr),
         overrides=[f"hydra.run.dir={tmp_path}/run", "lr=0.25"],
-        **BASIC,
+        **HYDRA,
     )
     assert job.return_value == (1, 0.25)
     assert (tmp_path / "run/.hydra/parallelism.yaml").exists()
@@ -53,7 +62,7 @@ def test_stored_layouts_are_chosen_by_name(tmp_path: Path) -> None:
         make_config("layout", hydra_defaults=["_self_", {"layout": "shards"}]),
         lambda config: instantiate(config.layout).dp_shard,
         overrides=[f"hydra.run.dir={tmp_path}/run"],
-        **BASIC,
+        **MAKES_LAYOUTS,
     )
     assert job.return_value == -1
 
@@ -64,3 +73,12 @@ def test_launch_starts_the_processes_that_a_layout_asks_for(tmp_path: Path) -> N
     assert outcome.code == 0, outcome.text
     assert body_lines(outcome) == ["BODY rank 0 sum 1", "BODY rank 1 sum 1"]
     assert "starting 2 processes" in outcome.text
+
+
+def test_the_compose_api_and_a_context_in_a_test() -> None:
+    version = {name: value for name, value in HYDRA.items() if name == "version_base"}
+    with initialize(config_path=None, **version):
+        config = compose(overrides=["+parallelism=fsdp", "+share=${parallelism.per_dp_rank:8}"])
+    with parallel_context(config.parallelism) as context:
+        assert (context.topology.fsdp, config.share) == (1, 8)
+        assert current() is context
