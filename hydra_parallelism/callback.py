@@ -49,20 +49,30 @@ class ParallelismCallback(Callback):
         self._device_type: str | None = None
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Before a plain run makes its folder: start the processes it asks for, or agree with them on the folder."""
+        """Before a plain run makes its folder: say what it would be, start its processes, or agree with them on the folder."""
         from . import run_mode
 
         try:
-            run_mode.enter(config, self._select(config), self.node)
+            node = self._select(config)
+            if run_mode.is_dry(config):
+                from . import dry_run
+
+                dry_run.tell(config)
+                raise SystemExit(0)
+            run_mode.enter(config, node, self.node)
         except Exception as error:  # noqa: BLE001 - Hydra would swallow it and run the task
             self._leave(error)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Refuse a sweep in each of several launched processes."""
+        """Refuse a sweep in each of several launched processes, and a dry run of jobs that somebody else starts."""
         from . import run_mode
 
         try:
             run_mode.refuse_sweep()
+            if run_mode.is_dry(config):
+                from . import dry_run
+
+                dry_run.refuse_sweep(config)
         except Exception as error:  # noqa: BLE001
             self._leave(error)
 

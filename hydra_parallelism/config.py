@@ -140,6 +140,8 @@ class ParallelismConfig:
     world_size: Optional[int] = None
     """Number of processes this layout is meant for. ``null`` asks the launcher. A number is checked against the launcher,
     and without one it says for how many processes to plan, e.g. on a login node."""
+    dry_run: bool = False
+    """Report what the job would be, and end with status 0 in its place: ``parallelism.dry_run=true``."""
     inference: bool = False
     """True when nothing is trained; needed for ``cfg_parallel=2``."""
     tp_plan: Any = None

@@ -14,6 +14,7 @@ from .errors import ConfigurationError
 from .topology import Topology, resolve
 
 __all__ = [
+    "CONSTRAINTS_KEY",
     "Feasible",
     "ModelConstraints",
     "feasible",

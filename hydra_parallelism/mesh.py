@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import ConfigurationError, LaunchError
-from .topology import AXES, BASE_AXES, DERIVED_AXES, SPARSE_AXES, Topology, unknown_axis
+from .topology import AXES, BASE_AXES, DERIVED_AXES, EXPERT_RANKS, SPARSE_AXES, Topology, unknown_axis
 
 __all__ = ["AxisGroups", "Meshes", "build_groups"]
 
@@ -42,7 +42,6 @@ _VIEWS: tuple[tuple[str, ...], ...] = (
     ("pp", "dp", "cfg", "cp", "tp"),
     ("pp", "dp_cp", "cfg", "tp"),
 )
-_EXPERT_RANKS = ("dp_shard", "ring", "ulysses", "tp")
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,7 @@ def _arrange(topology: Topology, axes: tuple[str, ...]) -> torch.Tensor:
 def _parts(axis: str) -> tuple[str, ...]:
     """Base axes of an axis. The two expert axes share theirs: together they are the ranks that hold one copy."""
     if axis in SPARSE_AXES:
-        return _EXPERT_RANKS if axis == "efsdp" else ()
+        return EXPERT_RANKS if axis == "efsdp" else ()
     return DERIVED_AXES.get(axis, (axis,))
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
@@ -26,6 +26,9 @@ from .failures import message_of, tell
 from .logs import console_ranks
 from .slots import Slots
 from .topology import Topology, resolve
+
+if TYPE_CHECKING:
+    from .plan.case import Case
 
 __all__ = ["Watch", "headline", "launch"]
 
@@ -54,6 +57,10 @@ class _Job:
     console: set[int] = field(default_factory=lambda: {0})
     folder: Path = field(default_factory=Path)
     sent: worker.SentJob | None = None
+    case: "Case | None" = None
+    """Of a dry run, which is told and not run."""
+    said: str = ""
+    """Where the number of its processes comes from."""
     error: Exception | None = None
     main: ModuleType = field(default_factory=lambda: sys.modules["__main__"])
     """The user's script, which is hidden while jobs run."""
@@ -111,8 +118,12 @@ def launch(
             "  try: hydra/launcher=submitit_slurm for jobs on several nodes"
         )
     Path(str(config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
-    launching.start_server(options)
+    is_dry = run_mode.is_dry(config)
+    if not is_dry:
+        launching.start_server(options)
     jobs = [_prepare(loader, config, list(each), number) for each, number in zip(job_overrides, numbers, strict=True)]
+    if is_dry:
+        return [_tell(job) for job in jobs]
     if watch is None:
         _log.info("Launching %d jobs, %d at a time", len(jobs), options.max_parallel_jobs)
     largest = max((job.processes for job in jobs), default=1)
@@ -136,6 +147,12 @@ def _prepare(loader: ConfigLoader, config: DictConfig, overrides: list[str], num
         job.config = _compose(loader, config, overrides, number)
         job.folder = Path(job.config.hydra.sweep.dir) / job.config.hydra.sweep.subdir
         node, key = run_mode.node_of(job.config)
+        if run_mode.is_dry(job.config):
+            from . import dry_run
+
+            dry_run.check_sweep(config, key)
+            job.case, job.said = dry_run.describe(job.config)
+            return job
         if node is not None:
             target = run_mode.planned(job.config, node, key)
             job.topology = resolve(node, target.size, source=target.source(), key=key)
@@ -166,6 +183,15 @@ def _compose(loader: ConfigLoader, config: DictConfig, overrides: list[str], num
         composed.hydra.sweep.dir = os.path.abspath(str(composed.hydra.sweep.dir))
         composed.hydra.sweep.subdir = str(composed.hydra.sweep.subdir)
     return composed
+
+
+def _tell(job: _Job) -> JobReturn:
+    """The report of a dry run, also left in the job's folder."""
+    from . import dry_run
+
+    if job.case is not None:
+        sys.stdout.write(f"{job.name}\n{job.said}\n{dry_run.write(job.case, job.folder)}\n\n")
+    return job.result
 
 
 def _pack(config: DictConfig) -> worker.SentJob:

@@ -70,6 +70,8 @@ def _judge_policies(config: ParallelismConfig, key: str) -> Iterator[str]:
     wrap = config.fsdp.wrap
     if wrap != "auto" and not (isinstance(wrap, list) and all(isinstance(entry, str) for entry in wrap)):
         yield f"{key}.fsdp.wrap={wrap!r}: must be auto, or a list of class names and module name patterns, e.g. [Block]"
+    if config.dry_run:
+        yield f"{key}.dry_run=true: this job has started already; a dry run is what a command does before its job"
     for name in ("tp_plan", "ep_plan"):
         plan = getattr(config, name)
         if plan not in (None, "auto") and not isinstance(plan, dict):

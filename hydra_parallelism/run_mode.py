@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from . import launch
 from . import world as world_module
 from ._equation import read_degrees
+from .constraints import read_switch
 from .errors import ConfigurationError, LaunchError
 from .failures import tell
 from .launcher_config import TorchrunConfig
@@ -22,7 +23,9 @@ from .world import Launcher, World
 __all__ = [
     "enter",
     "is_cluster",
+    "is_dry",
     "is_ours",
+    "may_start",
     "node_of",
     "options_of",
     "place",
@@ -40,7 +43,7 @@ def enter(config: DictConfig, node: Any, key: str) -> None:
         ConfigurationError, LaunchError: They cannot be started.
     """
     world = world_module.read()
-    if _may_start(world):
+    if may_start(world):
         if is_ours(config):
             target = planned(config, node, key)
             if target.size > 1:
@@ -57,7 +60,7 @@ def enter(config: DictConfig, node: Any, key: str) -> None:
         run_folder.agree(config, world, store, timeout)
 
 
-def _may_start(world: World | None) -> bool:
+def may_start(world: World | None) -> bool:
     """Nobody launched this process, or Slurm launched it alone: ``srun -n 1 --gpus 8`` leaves the rest to the task."""
     return world is None or (world.launcher is Launcher.slurm and world.size == 1)
 
@@ -71,6 +74,12 @@ def node_of(config: DictConfig) -> tuple[Any, str]:
     """The parallelism node of an app's config, ``None`` where there is none, and its dotted path."""
     key = str(OmegaConf.select(config, "hydra.callbacks.parallelism.node") or "parallelism")
     return OmegaConf.select(config, key), key
+
+
+def is_dry(config: DictConfig) -> bool:
+    """Whether a config asks for a report in place of the job (``dry_run``)."""
+    node, _ = node_of(config)
+    return node is not None and read_switch(node, "dry_run")
 
 
 def is_cluster(config: DictConfig) -> bool:

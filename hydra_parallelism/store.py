@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from . import resolvers
 
-__all__ = ["PRESETS", "register"]
+__all__ = ["PRESETS", "SUB_GROUPS", "put", "register"]
 
 PROVIDER = "hydra-parallelism"
 
@@ -42,7 +42,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Preset -> what it sets on top of ``schema``. At most one ``-1``, so that each fits many world sizes."""
 
-_SUB_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
+SUB_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     "context_parallel": {
         "ring": {"ring_degree": 2},
         "ulysses": {"ulysses_degree": 2},
@@ -62,7 +62,7 @@ _PRESET_DEFAULTS: list[Any] = [
     "schema",
     {"/hydra/parallelism@_global_": "runtime"},
     "_self_",
-    *({group: None} for group in _SUB_GROUPS),  # after the preset's own values: a sub-group is the more explicit choice
+    *({group: None} for group in SUB_GROUPS),  # after the preset's own values: a sub-group is the more explicit choice
 ]
 _RUNTIME = {
     "defaults": [{"override /hydra/launcher": "torchrun"}, "_self_"],
@@ -73,7 +73,7 @@ _RUNTIME = {
 class _LazyNode(ConfigNode):
     """An entry of the ConfigStore whose ``node`` is made when it is first read."""
 
-    def __init__(self, name: str, group: str, make: Callable[..., DictConfig], *args: Any) -> None:
+    def __init__(self, name: str, group: str | None, make: Callable[..., DictConfig], *args: Any) -> None:
         # Not the dataclass's own __init__: it would set ``node``, and __getattr__ only answers for what is missing.
         self.name, self.group, self.package, self.provider = name, group, None, PROVIDER
         self._make, self._args = make, args
@@ -92,20 +92,28 @@ class _LazyNode(ConfigNode):
 def register() -> None:
     """Put everything into the ConfigStore and register the resolvers. Harmless when done twice."""
     resolvers.register()
-    _put("parallelism", "schema", _make_schema)
+    put("parallelism", "schema", _make_schema)
     for name in PRESETS:
-        _put("parallelism", name, _make_preset, name)
-    for group, options in _SUB_GROUPS.items():
+        put("parallelism", name, _make_preset, name)
+    for group, options in SUB_GROUPS.items():
         for name in options:
-            _put(f"parallelism/{group}", name, _make_option, group, name)
-    _put("hydra/parallelism", "runtime", _make_runtime)
-    _put("hydra/launcher", "torchrun", _make_launcher)
-    _put("hydra/sweeper", "layouts", _make_sweeper)
+            put(f"parallelism/{group}", name, _make_option, group, name)
+    put("hydra/parallelism", "runtime", _make_runtime)
+    put("hydra/launcher", "torchrun", _make_launcher)
+    put("hydra/sweeper", "layouts", _make_sweeper)
 
 
-def _put(group: str, name: str, make: Callable[..., DictConfig], *args: Any) -> None:
+def put(group: str | None, name: str, make: Callable[..., DictConfig], *args: Any) -> None:
+    """Put a config into the ConfigStore, made by ``make(*args)`` when it is first read, in place of what has its name.
+
+    Args:
+        group: Its config group; ``None`` for a primary config.
+        name: Its name in the group.
+        make: Makes it.
+        *args: For ``make``.
+    """
     folder = ConfigStore.instance().repo
-    for part in group.split("/"):
+    for part in group.split("/") if group else ():
         folder = folder.setdefault(part, {})
     folder[f"{name}.yaml"] = _LazyNode(f"{name}.yaml", group, make, *args)
 
@@ -122,7 +130,7 @@ def _make_preset(name: str) -> DictConfig:
 
 
 def _make_option(group: str, name: str) -> DictConfig:
-    return OmegaConf.create(_SUB_GROUPS[group][name])
+    return OmegaConf.create(SUB_GROUPS[group][name])
 
 
 def _make_launcher() -> DictConfig:

@@ -62,6 +62,9 @@ def run(
     if run_mode.is_ours(config):
         launch.check(run_mode.options_of(config), run_mode.options_of(config).nnodes)
     plan = make_plan(loader, config, combinations, axes=options.axes, model=model, max_jobs=options.max_jobs)
+    if run_mode.is_dry(config):
+        _tell(loader, config, plan, options)
+        return []
     folder = Path(str(config.hydra.sweep.dir))
     with _alone_in(folder):
         results = ResultsFile(folder)
@@ -138,6 +141,18 @@ def _number(jobs: list[Candidate], rows: list[Row], *, contiguous: bool) -> None
             job.number, following = following, following + 1
         else:
             job.number = next(free)
+
+
+def _tell(loader: ConfigLoader, config: DictConfig, plan: Plan, options: LayoutsConfig) -> None:
+    """What would be run, and the report of each job; no folder is made."""
+    from . import dry_run
+
+    _number(plan.runnable, [], contiguous=True)
+    _say(describe(plan))
+    _refuse_invalid(plan, options)
+    for job in plan.runnable:
+        case, said = dry_run.describe(loader.load_sweep_config(config, job.overrides))
+        _say(f"\n#{job.number} {job.name}\n{said}\n{dry_run.show(case)}")
 
 
 def _refuse_invalid(plan: Plan, options: LayoutsConfig) -> None:

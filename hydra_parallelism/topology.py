@@ -39,7 +39,7 @@ from typing import Any
 from ._equation import FACTORS, Degrees, read_degrees, solve
 from .errors import ConfigurationError
 
-__all__ = ["AXES", "BASE_AXES", "DERIVED_AXES", "SPARSE_AXES", "Topology", "resolve"]
+__all__ = ["AXES", "BASE_AXES", "DERIVED_AXES", "EXPERT_RANKS", "SPARSE_AXES", "Topology", "resolve"]
 
 BASE_AXES = ("pp", "dp_replicate", "dp_shard", "cfg", "ring", "ulysses", "tp")
 """The factors of the world size, outermost first."""
@@ -58,7 +58,8 @@ SPARSE_AXES = ("efsdp", "ep")
 AXES = (*BASE_AXES, *DERIVED_AXES, *SPARSE_AXES)
 """Every axis name, in the one order in which process groups are made."""
 
-_EXPERT_RANKS = ("dp_shard", "ring", "ulysses", "tp")
+EXPERT_RANKS = ("dp_shard", "ring", "ulysses", "tp")
+"""The base axes whose ranks share one copy of the experts: what ``efsdp`` and ``ep`` cut anew."""
 
 
 @dataclass(frozen=True)
@@ -224,14 +225,14 @@ class Topology:
 
     def _expert_index(self, at: dict[str, int]) -> int:
         """Position among the ranks that share one copy of the experts, (dp_shard, ring, ulysses, tp) row-major."""
-        return self._position(_EXPERT_RANKS, at)
+        return self._position(EXPERT_RANKS, at)
 
     def _expert_group(self, axis: str, at: dict[str, int]) -> tuple[int, ...]:
         mine, copy = self._expert_index(at), self.fsdp * self.tp
         block = mine - mine % self.ep
         members = range(block, block + self.ep) if axis == "ep" else range(mine % self.ep, copy, self.ep)
         # dp_shard is the only expert axis outside cfg: each step along it passes over the other branches.
-        inner, first = self.cp * self.tp, self.rank(**{axis: i for axis, i in at.items() if axis not in _EXPERT_RANKS})
+        inner, first = self.cp * self.tp, self.rank(**{axis: i for axis, i in at.items() if axis not in EXPERT_RANKS})
         gap = inner * (self.cfg - 1)
         if not gap:
             return tuple(range(first + members.start, first + members.stop, members.step))

@@ -23,12 +23,14 @@ WITHOUT_TORCH = (
 ORDER = (
     *WITHOUT_TORCH,
     "_compat", "census", "local_rendezvous", "launch", "slots", "rendezvous", "agreement", "device", "options", "mesh",
-    "runtime", "record", "run_folder", "run_mode", "multirun", "callback", "sweep_plan", "sweep_jobs", "sweep",
+    "runtime", "record", "run_folder", "run_mode", "dry_run", "multirun", "callback", "sweep_plan", "sweep_jobs", "sweep",
     "gradients", "moe", "data_loading", "_checkpoint_files", "_checkpoint_state", "checkpoint", "guidance",
 )  # fmt: skip
 """Each of these may import those before it."""
 ON_TOP = ("_checkpoint_state", "checkpoint", "guidance")
 """These know what ``parallelize`` returns, too."""
+TELLERS = ("record", "dry_run", "multirun")
+"""These show a report of ``plan``, too."""
 PARALLELIZE = (
     "recipe", "inference", "blocks", "packed", "styles", "plans", "sequence", "tensor", "recompute", "data", "dispatch",
     "experts", "weights", "stages", "stand_ins", "units", "flow", "part", "merge", "relay", "schedule", "pipeline", "steps",
@@ -38,8 +40,9 @@ PARALLELIZE = (
 CONTEXT_PARALLEL = ("layout", "kernels", "ring", "ulysses", "attention", "shards")
 """Modules of ``context_parallel``, likewise; ``parallelize`` may import them, and they nothing of it."""
 PLAN = (
-    "machine", "model", "composition", "placement", "advice", "report", "schedules", "memory", "collectives", "traffic",
-    "price", "text", "grid", "colours", "drawing", "page", "output", "cli", "__main__",
+    "machine", "model", "shortcut", "overrides", "case", "composition", "placement", "advice", "report", "schedules", "fit",
+    "memory", "collectives", "traffic", "price", "text", "grid", "colours", "drawing", "page", "output",
+    "cli", "__main__",
 )  # fmt: skip
 """Modules of ``plan``, likewise; none imports torch, and of the rest they may import only what does not either."""
 DOORBELL = sorted((ROOT / "hydra_plugins").rglob("*.py"))
@@ -86,7 +89,7 @@ def _module(name: str) -> Path:
 
 @pytest.mark.parametrize("name", ORDER)
 def test_imports_point_one_way(name: str) -> None:
-    above = {"parallelize"} if name in ON_TOP else set()
+    above = {"parallelize"} if name in ON_TOP else {"plan"} if name in TELLERS else set()
     assert _siblings(_module(name)) <= set(ORDER[: ORDER.index(name)]) | above
 
 
@@ -127,7 +130,7 @@ def test_every_module_of_a_package_has_its_place(package: str, modules: tuple[st
 
 @pytest.mark.parametrize(
     "path",
-    [*map(_module, (*WITHOUT_TORCH, "launch", "slots", "run_mode", "multirun", "callback", "__init__")), *DOORBELL],
+    [*map(_module, (*WITHOUT_TORCH, "launch", "slots", "run_mode", "dry_run", "multirun", "callback", "__init__")), *DOORBELL],
     ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_nothing_that_hydra_imports_imports_torch(path: Path) -> None:

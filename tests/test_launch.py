@@ -61,7 +61,7 @@ def test_a_plain_run_becomes_as_many_processes_as_it_asks_for(tmp_path: Path) ->
     assert [path.name for path in sorted(folder.glob("ranks/*"))] == ["0.log", "1.log", "2.log", "3.log"]
     assert len(list(tmp_path.glob("**/.hydra"))) == 1
     assert {path.name for path in (folder / ".hydra").iterdir()} == {
-        "config.yaml", "hydra.yaml", "overrides.yaml", "parallelism.yaml"
+        "config.yaml", "hydra.yaml", "overrides.yaml", "parallelism.txt", "parallelism.yaml"
     }  # fmt: skip
     assert outcome.text.count("at work") == outcome.text.count("printed") == 1
     assert outcome.text.count("AFTER main") == 1, "code after main() runs in the processes, not in their parent"

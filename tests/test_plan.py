@@ -24,40 +24,45 @@ from test_topology_properties import layouts
 PLAN = [sys.executable, "-W", "error", "-m", "hydra_parallelism.plan", "plan"]
 
 TWO_NODES = """\
-dp_replicate=2 * dp_shard=4 * tp=2 = 16 rank(s) on 2 node(s) of 8
+dp_replicate=2 * dp_shard=4 * tp=2 = 16 ranks on 2 nodes of 8
+8 shares of each batch; parameters in 4 shards (2 copies); each layer over 2 ranks
 
-ranks
-  dp_replicate  dp_shard  along tp  node
-  0             0         0-1       0
-  0             1         2-3       0
-  0             2         4-5       0
-  0             3         6-7       0
-  1             0         8-9       1
-  1             1         10-11     1
-  1             2         12-13     1
-  1             3         14-15     1
+resolved degrees: axes of the world, outermost first; what they make together; what experts see
+  pp  dp_replicate  dp_shard  cfg  ring  ulysses  tp  dp  cp  fsdp  dp_cp  efsdp  ep
+  1   2             4         1    1     1        2   8   1   4     8      8      1
 
-axes of rank 9 (node 1, reads share 4 of the batches)
-  axis          size  ranks      nodes  all groups
+the grid of ranks, tp innermost
+  dp_replicate  dp_shard  ranks along tp  node
+  0             0         0-1             0
+  0             1         2-3             0
+  0             2         4-5             0
+  0             3         6-7             0
+  1             0         8-9             1
+  1             1         10-11           1
+  1             2         12-13           1
+  1             3         14-15           1
+
+groups of rank 9, which is on node 1 and reads share 4 of 8
+  axis          size  ranks      nodes  all groups of the axis
   dp_replicate  2     1, 9       0, 1   cross nodes
-  dp_shard      4     9-15 by 2  1      inside a node
-  tp            2     8, 9       1      inside a node
+  dp_shard      4     9-15 by 2  1      stay inside a node
+  tp            2     8, 9       1      stay inside a node
   dp            8     1-15 by 2  0, 1   cross nodes
-  fsdp          4     9-15 by 2  1      inside a node
+  fsdp          4     9-15 by 2  1      stay inside a node
   dp_cp         8     1-15 by 2  0, 1   cross nodes
-  efsdp         8     8-15       1      inside a node
+  efsdp         8     8-15       1      stay inside a node
 
-communicators of rank 9
-  axes                            ranks      group    of them in the world
-  (the whole world)               0-15       default  1
-  pp, cfg, ring, ulysses, cp, ep  9          self     16
-  dp_replicate                    1, 9       made     8
-  dp_shard, fsdp                  9-15 by 2  made     4
-  tp                              8, 9       made     8
-  dp, dp_cp                       1-15 by 2  made     2
-  efsdp                           8-15       made     2
+communicators of rank 9; axes with the same ranks share one
+  axes                            ranks      communicator     in the world
+  none, but every job has it      0-15       the world's own  1
+  pp, cfg, ring, ulysses, cp, ep  9          this rank alone  16
+  dp_replicate                    1, 9       made for these   8
+  dp_shard, fsdp                  9-15 by 2  made for these   4
+  tp                              8, 9       made for these   8
+  dp, dp_cp                       1-15 by 2  made for these   2
+  efsdp                           8-15       made for these   2
 
-gradients
+gradients, in the order in which it happens
   of           operation       over          ranks
   all weights  reduce-scatter  fsdp          4
   all weights  all-reduce      dp_replicate  2
@@ -82,7 +87,7 @@ def test_it_answers_without_torch(tmp_path: Path) -> None:
         "print('LOADED', status, [name for name in ('torch', 'numpy') if name in sys.modules])"
     )
     outcome = run([sys.executable, "-W", "error", "-c", code], tmp_path)
-    assert outcome.text.startswith("dp_replicate=16 * dp_shard=8 = 128 rank(s) on 16 node(s) of 8\n")
+    assert outcome.text.startswith("dp_replicate=16 * dp_shard=8 = 128 ranks on 16 nodes of 8\n")
     assert "LOADED 0 []" in outcome.text
     assert list(tmp_path.iterdir()) == []
 
@@ -166,7 +171,7 @@ def test_configs_of_an_app(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     (tmp_path / "parallelism").mkdir()
     (tmp_path / "parallelism/mine.yaml").write_text("defaults: [fsdp_tp, _self_]\ntp_size: 4\n")
     assert cli.main(["plan", "--config-dir", str(tmp_path), "parallelism=mine", "--format", "text"]) == 0
-    assert capsys.readouterr().out.startswith("dp_shard=2 * tp=4 = 8 rank(s)")
+    assert capsys.readouterr().out.startswith("dp_shard=2 * tp=4 = 8 ranks")
     assert cli.main(["plan", "--config-dir", str(tmp_path / "no"), "parallelism=mine"]) == 1
     assert "no such folder" in capsys.readouterr().err
 
@@ -191,7 +196,7 @@ def test_presets_of_machines(name: str) -> None:
          "try parallelism.dp_shard=8 parallelism.dp_replicate=4"),
         (["parallelism.tp_size=4"],
          "dp_replicate=1 * dp_shard=1: all 4 ranks read the same batch and nothing is sharded by FSDP; "
-         "parallelism.dp_shard=-1 takes more ranks"),
+         "try parallelism.dp_shard=-1 on more of them"),
         (["parallelism.dp_shard=12", "world.nodes=2"],
          "4 of world.nodes=2 * world.per_node=8 = 16 accelerators are unused: the degrees multiply to 12; "
          "a job started on all of them would be refused"),
@@ -265,8 +270,10 @@ def test_a_large_world_is_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["parallelism.tp_size=8", "parallelism.dp_shard=8", "parallelism.dp_replicate=-1", "world.nodes=8192"]
     assert cli.main(["plan", *words, "--of", "65535", "--format", "text"]) == 0
     told = capsys.readouterr().out
-    assert "= 65,536 rank(s) on 8192 node(s) of 8" in told
-    assert len(told.splitlines()) < 80
+    assert "= 65,536 ranks on 8,192 nodes of 8" in told
+    assert "... 8,183 rows" in told  # of 8,192: eight, and the last one, which the rank is in
+    assert told.endswith("no warnings\n")
+    assert len(told.splitlines()) < 60
     assert max(map(len, told.splitlines())) < 140
 
 

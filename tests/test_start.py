@@ -164,6 +164,9 @@ def test_the_record_says_what_the_run_used(tmp_path: Path) -> None:
     text = (tmp_path / "out/.hydra/parallelism.yaml").read_text()
     assert "${" not in text
     assert "-1" not in text
+    report = (tmp_path / "out/.hydra/parallelism.txt").read_text()
+    assert report.startswith("dp_replicate=2 * dp_shard=2 = 4 ranks on 1 node of 4\n")
+    assert report.endswith("no warnings\n")
     record = yaml.safe_load(text)
     assert record["degrees"] == {
         "pp": 1, "dp_replicate": 2, "dp_shard": 2, "cfg": 1, "ring": 1, "ulysses": 1, "tp": 1, "ep": 1

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .composition import Case
+from ..constraints import CONSTRAINTS_KEY, violations
+from .case import Case
 from .placement import stays_inside
 
 __all__ = ["Reduction", "reductions", "warnings_of"]
@@ -42,7 +43,7 @@ def reductions(case: Case) -> list[Reduction]:
 
 def warnings_of(case: Case) -> list[str]:
     """What deserves a second look, each with what to type instead where there is something."""
-    return [*_straddling(case), *_replicas_inside(case), *_nothing_shared(case), *_unused(case)]
+    return [*_straddling(case), *_replicas_inside(case), *_nothing_shared(case), *_unused(case), *_constrained(case)]
 
 
 def _straddling(case: Case) -> Iterator[str]:
@@ -57,7 +58,7 @@ def _straddling(case: Case) -> Iterator[str]:
         yield (
             f"{axis} groups straddle nodes: {axis}={size}"
             f"{f' * tp={inner}' if inner > 1 else ''} ranks on nodes of {per_node}, and every layer waits for them; "
-            f"try parallelism.{key}={fits}"
+            f"try {case.key}.{key}={fits}"
         )
 
 
@@ -73,9 +74,12 @@ def _replicas_inside(case: Case) -> Iterator[str]:
         )
     elif not stays_inside(at, "fsdp", per_node) and at.dp_shard > 1:
         inner = at.world_size // (at.pp * at.dp_replicate * at.dp_shard)
-        fits = max((n for n in range(1, at.dp_shard) if at.dp_shard % n == 0 and per_node % (n * inner) == 0), default=0)
-        instead = f"; try parallelism.dp_shard={fits} parallelism.dp_replicate={at.dp // fits}" if fits else ""
-        yield f"shards cross nodes although there are replicas (fsdp={at.fsdp} on nodes of {per_node}){instead}"
+        fits = max((n for n in range(2, at.dp_shard) if at.dp_shard % n == 0 and per_node % (n * inner) == 0), default=0)
+        if fits:  # otherwise what is inside of the shards fills the node
+            yield (
+                f"shards cross nodes although there are replicas (fsdp={at.fsdp} on nodes of {per_node}); "
+                f"try {case.key}.dp_shard={fits} {case.key}.dp_replicate={at.dp // fits}"
+            )
 
 
 def _nothing_shared(case: Case) -> Iterator[str]:
@@ -83,7 +87,7 @@ def _nothing_shared(case: Case) -> Iterator[str]:
     if at.world_size > 1 and at.dp == 1 and at.fsdp == 1 and at.pp == 1 and not case.config.inference:
         yield (
             f"dp_replicate=1 * dp_shard=1: all {at.world_size} ranks read the same batch and nothing is sharded by FSDP; "
-            "parallelism.dp_shard=-1 takes more ranks"
+            f"try {case.key}.dp_shard=-1 on more of them"
         )
 
 
@@ -95,3 +99,9 @@ def _unused(case: Case) -> Iterator[str]:
             f"{idle} of world.nodes={machine.nodes} * world.per_node={machine.per_node} = {machine.accelerators} accelerators "
             f"are unused: the degrees multiply to {used}; a job started on all of them would be refused"
         )
+
+
+def _constrained(case: Case) -> list[str]:
+    """What a sweep would leave this layout out for."""
+    reasons = violations(case.topology, case.constraints, case.config.enable_sequence_parallel)
+    return [f"{CONSTRAINTS_KEY} rule this layout out: {reason}" for reason in reasons]

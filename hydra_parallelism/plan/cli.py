@@ -3,7 +3,6 @@
 import argparse
 import gc
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -39,9 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _plan(parsed, [*parsed.overrides, *rest])
     except (HydraException, OmegaConfBaseException) as error:
-        sys.stderr.write(f"{_told(error)}\n")
+        sys.stderr.write(f"{_told(error)}\n{_hint(parsed, [*parsed.overrides, *rest])}")
         return 1
     return 0
+
+
+def _hint(parsed: argparse.Namespace, overrides: list[str]) -> str:
+    """Words pasted from an app's command line are about its own config, too."""
+    foreign = [word for word in overrides if not word.lstrip("+~").startswith(("parallelism", "world", "model", "hydra"))]
+    if not foreign or parsed.config_name:
+        return ""
+    return f"  try: --config-dir conf --config-name config, if {foreign[0]} is about an app's own config\n"
 
 
 def _told(error: BaseException) -> str:
@@ -59,11 +66,13 @@ def _told(error: BaseException) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("hydra-parallelism", description="Look at layouts of processes before they run.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    # Given a name, it need not make a formatter to ask for one, which imports much.
+    commands = parser.add_subparsers(dest="command", required=True, prog="hydra-parallelism")
     plan = commands.add_parser("plan", description=_PLAN, formatter_class=argparse.RawDescriptionHelpFormatter)
     plan.add_argument("overrides", nargs="*", help="as on the command line of an app: parallelism..., world..., model...")
     plan.add_argument("--of", type=int, default=0, metavar="RANK", help="whose groups to list (default: %(default)s)")
     plan.add_argument("--config-dir", metavar="DIR", help="a folder with more configs, e.g. parallelism/mine.yaml")
+    plan.add_argument("--config-name", metavar="NAME", help="the app's primary config in that folder, e.g. config")
     plan.add_argument(
         "--format",
         choices=("rich", "text", "json", "svg", "html"),
@@ -86,30 +95,40 @@ def _parser() -> argparse.ArgumentParser:
 def _plan(parsed: argparse.Namespace, overrides: list[str]) -> None:
     from .composition import compose, model_of, resolve_case
     from .output import PICTURES, deliver, format_of
-    from .price import price
     from .report import report
 
     kind = format_of(parsed.output, parsed.format) if parsed.output else parsed.format
     if kind not in PICTURES:
         _refuse_colours(parsed)
-    config = compose(overrides, parsed.config_dir)
-    case, model = resolve_case(config), model_of(config)
+    composed = compose(overrides, parsed.config_dir, parsed.config_name)
+    case, model = resolve_case(composed), model_of(composed)
     if kind == "svg":
         from .drawing import default_axis, draw
 
         deliver(draw(case, parsed.colour or default_axis(case.topology), parsed.by or "group"), parsed.output)
         return
-    facts = report(case, parsed.of)
+    facts = report(case, parsed.of, whole=kind == "json")
     if model is not None:
+        from .price import price
+
         facts["price"] = price(case, model, parsed.of)
     if kind == "html":
         from .drawing import default_axis
         from .page import show_page
 
-        axis, command = parsed.colour or default_axis(case.topology), shlex.join(["hydra-parallelism", "plan", *overrides])
-        deliver(show_page(case, facts, axis, parsed.by or "group", command), parsed.output)
+        axis = parsed.colour or default_axis(case.topology)
+        deliver(show_page(case, facts, axis, parsed.by or "group", _typed(parsed, overrides)), parsed.output)
         return
     _print(facts, kind, parsed.output)
+
+
+def _typed(parsed: argparse.Namespace, overrides: list[str]) -> str:
+    """The words that describe the layout, as one can paste them."""
+    import shlex
+
+    names = {"--config-dir": parsed.config_dir, "--config-name": parsed.config_name}
+    options = [word for name, value in names.items() if value is not None for word in (name, value)]
+    return shlex.join(["hydra-parallelism", "plan", *options, *overrides])
 
 
 def _refuse_colours(parsed: argparse.Namespace) -> None:
@@ -127,7 +146,9 @@ def _print(facts: dict[str, Any], kind: str | None, output: str | None) -> None:
 
     if kind == "json":
         deliver(f"{json.dumps(facts, indent=2)}\n", output)
-    elif kind == "rich" or (kind is None and sys.stdout.isatty() and text.has_rich()):
+    elif kind == "rich":
         text.print_rich(facts)
-    else:
+    elif kind == "text":
         deliver(f"{text.show(facts)}\n", output)
+    else:
+        text.write(facts)

@@ -1,132 +1,106 @@
-"""From overrides to a :class:`Case`: composed by Hydra, resolved for the machine that the overrides describe.
+"""What a composed config comes to on its machine: the :class:`~.case.Case` that all the rest describes and prices."""
 
-The config has three nodes: ``parallelism`` as in every app, ``world`` (the machine, presets as ``world=dgx_h100``), ``model``.
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import math
+from dataclasses import replace
 
 from omegaconf import DictConfig, OmegaConf
 
-from .. import _answers, store
+from .. import _answers, interpolations
 from .._equation import read_degrees
-from ..config import ParallelismConfig
+from ..constraints import CONSTRAINTS_KEY, ModelConstraints, is_positive, read_constraints
 from ..errors import ConfigurationError
-from ..topology import Topology, resolve
+from ..topology import resolve
 from ..world import World
-from .machine import MACHINES, Machine, MachineConfig, read_machine
+from .case import Case, case_of
+from .machine import MachineConfig, read_machine
 from .model import Model, ModelConfig, read_model
+from .overrides import Composed, compose
 
 __all__ = ["Case", "compose", "model_of", "resolve_case"]
 
-_ROOT = "hydra_parallelism_plan"
 
-
-@dataclass(frozen=True)
-class Case:
-    """A layout on a machine."""
-
-    topology: Topology
-    machine: Machine
-    config: ParallelismConfig
-    """The ``parallelism`` node, interpolations resolved."""
-    states_nodes: bool
-    """Whether the user said how many nodes there are, so that empty places on them are worth a word."""
-
-
-def compose(overrides: Sequence[str], config_dir: str | None = None) -> DictConfig:
-    """Compose ``parallelism``, ``world`` and ``model`` with Hydra's own grammar of overrides.
-
-    Args:
-        overrides: As on an app's command line, e.g. ``["parallelism=hsdp", "world.nodes=16"]``.
-        config_dir: A folder with more config groups, e.g. the app's own ``conf``.
-
-    Raises:
-        HydraException: What Hydra has to say about an override.
-        ConfigurationError: ``config_dir`` is no folder.
-    """
-    from hydra import compose as compose_with_hydra
-    from hydra import initialize, initialize_config_dir
-
-    _register()
-    if config_dir is not None and not Path(config_dir).is_dir():
-        raise ConfigurationError(f"--config-dir {config_dir}: no such folder")
-    place = (
-        initialize(version_base=None, config_path=None)
-        if config_dir is None
-        else initialize_config_dir(str(Path(config_dir).resolve()), version_base=None)
-    )
-    with place:
-        return compose_with_hydra(_ROOT, list(overrides))
-
-
-def _register() -> None:
-    from hydra.core.config_store import ConfigStore
-
-    store.register()
-    keep = ConfigStore.instance().store
-    keep(group="world", name="schema", node=MachineConfig, provider=store.PROVIDER)
-    for name, (numbers, _) in MACHINES.items():
-        node = {"defaults": ["schema", "_self_"], **numbers}
-        keep(group="world", name=name, node=node, provider=store.PROVIDER)
-    # The launcher starts nothing here; the basic one is the cheapest to compose.
-    defaults: list[Any] = [{"parallelism": "default"}, {"world": "dgx_h100"}, {"override hydra/launcher": "basic"}, "_self_"]
-    keep(group="model", name="schema", node=ModelConfig, provider=store.PROVIDER)
-    keep(name=_ROOT, node={"defaults": [{"model": "schema"}, *defaults]}, provider=store.PROVIDER)
-
-
-def resolve_case(config: DictConfig) -> Case:
+def resolve_case(composed: Composed) -> Case:
     """Resolve a composed config on its machine. Pure: neither the environment nor this machine's accelerators are asked.
 
     Raises:
-        ConfigurationError: The degrees do not fit, or a value is out of range.
+        ConfigurationError: The degrees do not fit, a value is out of range, or an interpolation of ours refuses.
     """
-    machine: MachineConfig = OmegaConf.to_object(config.world)  # type: ignore[assignment]
+    machine: MachineConfig = OmegaConf.to_object(composed.world)  # type: ignore[assignment]
     read_machine(machine, 1)  # refuses before anything is divided by it
+    machine, launched = _follow_launcher(machine, composed.config)
     with _answers.planned(_world(machine, (machine.nodes or 1) * machine.per_node)):
-        size, source = _world_size(config, machine)
-    with _answers.planned(_world(machine, size)):
-        topology = resolve(config.parallelism, size, source=source)
-        plain = OmegaConf.to_container(config.parallelism, resolve=True)
-        merged = OmegaConf.merge(OmegaConf.structured(ParallelismConfig), plain)
-    read: ParallelismConfig = OmegaConf.to_object(merged)  # type: ignore[assignment]
-    return Case(topology, read_machine(machine, size), read, machine.nodes is not None)
+        world = _world(machine, *_world_size(composed, machine, launched))
+    with _answers.planned(world):
+        if OmegaConf.select(composed.config, "hydra.job") is not None:  # composed by Hydra, perhaps an app's own
+            interpolations.check(composed.config)
+        case = case_of(composed.parallelism, world, machine, key=composed.key)
+        return replace(case, constraints=_constraints(composed.config))
 
 
-def model_of(config: DictConfig) -> Model | int | None:
+def _follow_launcher(machine: MachineConfig, config: DictConfig) -> tuple[MachineConfig, str]:
+    """The nodes that the launcher starts processes on, and the number of processes in its words if it says one.
+
+    Each node has as many places as the launcher starts processes there: ranks fill nodes in this order, too.
+
+    Raises:
+        ConfigurationError: An option is no number, or the machine has another number of nodes.
+    """
+    launcher = OmegaConf.select(config, "hydra.launcher")
+    if not isinstance(launcher, DictConfig):
+        return machine, ""
+    is_submitit = "submitit" in str(launcher.get("_target_"))
+    inner, outer = ("tasks_per_node", "nodes") if is_submitit else ("nproc_per_node", "nnodes")
+    per_node, nodes = launcher.get(inner, "auto"), launcher.get(outer) or 1
+    said = {inner: 1 if per_node == "auto" else per_node, outer: nodes}
+    problems = [f"hydra.launcher.{name}={launcher.get(name)}" for name, value in said.items() if not is_positive(value)]
+    if problems:
+        raise ConfigurationError(f"{' and '.join(problems)}: must be a whole number of at least 1")
+    if nodes > 1 and machine.nodes not in (None, nodes):
+        raise ConfigurationError(
+            f"world.nodes={machine.nodes}, but hydra.launcher.{outer}={nodes}\n  try: world.nodes={nodes}, or leave it out"
+        )
+    if isinstance(per_node, int):
+        machine = replace(machine, per_node=per_node, nodes=machine.nodes or nodes)
+        return machine, f"hydra.launcher.{inner}={per_node} on {machine.nodes} node(s)"
+    return (replace(machine, nodes=nodes) if nodes > 1 else machine), ""
+
+
+def _constraints(config: DictConfig) -> ModelConstraints:
+    """What the sweeper of an app is told about its model."""
+    return read_constraints(OmegaConf.select(config, CONSTRAINTS_KEY))
+
+
+def model_of(composed: Composed) -> Model | int | None:
     """The model of a composed config, see :func:`~hydra_parallelism.plan.model.read_model`.
 
     Raises:
         ConfigurationError: The node does not describe a model.
     """
-    read: ModelConfig = OmegaConf.to_object(config.model)  # type: ignore[assignment]
+    read: ModelConfig = OmegaConf.to_object(composed.model)  # type: ignore[assignment]
     return read_model(read)
 
 
-def _world(machine: MachineConfig, size: int) -> World:
+def _world(machine: MachineConfig, size: int, source: str = "") -> World:
     nodes = machine.nodes or max(1, -(-size // machine.per_node))
-    return World(size, local_size=min(size, machine.per_node), nnodes=nodes)
+    return World(size, local_size=min(size, machine.per_node), nnodes=nodes, sources={"size": source})
 
 
-def _world_size(config: DictConfig, machine: MachineConfig) -> tuple[int, str]:
-    """How many ranks the degrees ask for, and why; all places of the machine when a degree takes what is left."""
-    degrees = read_degrees(config.parallelism, "parallelism")
+def _world_size(composed: Composed, machine: MachineConfig, launched: str) -> tuple[int, str]:
+    """How many ranks there are, and why: what the launcher starts; what the degrees multiply to; else all places there are."""
+    degrees = read_degrees(composed.parallelism, composed.key)
     places = (machine.nodes or 1) * machine.per_node
-    source = f"world.nodes={machine.nodes or 1} * world.per_node={machine.per_node} = {places}"
+    source = launched or f"world.nodes={machine.nodes or 1} * world.per_node={machine.per_node} = {places}"
     if degrees.world_size is not None:
-        wanted, why = degrees.world_size, f"parallelism.world_size={degrees.world_size}"
-    elif degrees.untouched or -1 in degrees.factors.values():
+        wanted, why = degrees.world_size, f"{composed.key}.world_size={degrees.world_size}"
+    elif launched or degrees.untouched or -1 in degrees.factors.values():
         return places, source
     else:
-        wanted = 1
-        for value in degrees.factors.values():
-            wanted *= value
+        wanted = math.prod(degrees.factors.values())
         why = f"world_size={wanted} (product of the degrees)"
     if machine.nodes is not None and wanted > places:
         if degrees.world_size is None:
-            resolve(config.parallelism, places, source=source)  # refuses, with the equation
+            resolve(composed.parallelism, places, source=source, key=composed.key)  # refuses, with the equation
         needed = -(-wanted // machine.per_node)
-        raise ConfigurationError(f"{why}, but {source}\n  try: world.nodes={needed}, or parallelism.world_size={places}")
+        instead = f"hydra.launcher.nnodes={needed}" if launched else f"world.nodes={needed}"
+        raise ConfigurationError(f"{why}, but {source}\n  try: {instead}, or {composed.key}.world_size={places}")
     return wanted, why

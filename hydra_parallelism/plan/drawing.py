@@ -13,8 +13,8 @@ from xml.sax.saxutils import escape
 from .._equation import FACTORS
 from ..errors import ConfigurationError
 from ..topology import AXES, BASE_AXES, Topology, unknown_axis
+from .case import Case
 from .colours import ALONE, PALETTE, kinds, shades
-from .composition import Case
 from .grid import Grid, arrange
 from .report import runs
 from .text import spell

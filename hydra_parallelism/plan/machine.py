@@ -1,7 +1,8 @@
 """The machine of a plan: nodes of equal accelerators, joined by one kind of link inside a node and one between nodes.
 
 Bandwidths are those of one accelerator in one direction, as a collective sees them; data sheets add both directions, so
-NVLink's "900 GB/s" is 450 here. Latencies are the ones NCCL's own cost model has for a step of a ring under its Simple protocol
+NVLink's "900 GB/s" is 450 here. Speeds are those of dense matrix products in bfloat16; data sheets that give them "with
+sparsity" say twice as much. Latencies are the ones NCCL's own cost model has for a step of a ring under its Simple protocol
 (``hwLat`` in its ``src/graph/tuning.cc``, as of the releases that know Hopper: NVLink 3.4, PCIe 5.7, network 14 microseconds).
 
 Ranks fill nodes in order: rank ``r`` is on node ``r // per_node``, as torchrun and Slurm's block distribution place them.
@@ -33,28 +34,48 @@ class MachineConfig:
     """Latency of a message inside a node, in microseconds."""
     inter_us: float = 14.0
     """Latency of a message between nodes, in microseconds."""
+    tflops: float = 989.0
+    """Speed of an accelerator's dense matrix products in bfloat16, in 1e12 floating point operations a second."""
 
 
 MACHINES: dict[str, tuple[dict[str, Any], str]] = {
     "dgx_h100": (
         {},
-        "NVIDIA DGX H100 data sheet: 8 x 80 GB, NVLink 900 GB/s both ways, 8 single-port ConnectX-7 of 400 Gb/s",
+        "NVIDIA DGX H100 data sheet: 8 x 80 GB, NVLink 900 GB/s both ways, 8 single-port ConnectX-7 of 400 Gb/s; "
+        "H100 SXM data sheet: 1,979 TFLOPS of BF16 with sparsity, 989 dense",
     ),
     "dgx_h200": (
         {"memory_gb": 141.0},
-        "NVIDIA DGX H200 data sheet: 8 x 141 GB, NVLink 900 GB/s both ways, 8 single-port ConnectX-7 of 400 Gb/s",
+        "NVIDIA DGX H200 data sheet: 8 x 141 GB, NVLink 900 GB/s both ways, 8 single-port ConnectX-7 of 400 Gb/s; "
+        "H200 SXM data sheet: 1,979 TFLOPS of BF16 with sparsity, 989 dense",
     ),
     "dgx_b200": (
-        {"memory_gb": 180.0, "intra_gb_s": 900.0},
-        "NVIDIA DGX B200 data sheet: 8 x 180 GB, NVLink 1.8 TB/s both ways, 8 ConnectX-7 of 400 Gb/s",
+        {"memory_gb": 180.0, "intra_gb_s": 900.0, "tflops": 2250.0},
+        "NVIDIA DGX B200 data sheet: 8 x 180 GB, NVLink 1.8 TB/s both ways, 8 ConnectX-7 of 400 Gb/s; "
+        "HGX B200 data sheet: 4.5 PFLOPS of BF16 with sparsity for each, 2.25 dense",
     ),
     "dgx_a100": (
-        {"intra_gb_s": 300.0, "inter_gb_s": 25.0},
-        "NVIDIA DGX A100 data sheet: 8 x 80 GB, NVLink 600 GB/s both ways, 8 ConnectX-6 of 200 Gb/s",
+        {"intra_gb_s": 300.0, "inter_gb_s": 25.0, "tflops": 312.0},
+        "NVIDIA DGX A100 data sheet: 8 x 80 GB, NVLink 600 GB/s both ways, 8 ConnectX-6 of 200 Gb/s; "
+        "A100 data sheet: 312 TFLOPS of BF16, dense",
+    ),
+    "gb200_nvl72": (
+        {"per_node": 72, "memory_gb": 186.0, "intra_gb_s": 900.0, "tflops": 2500.0},
+        "NVIDIA GB200 NVL72: a node is the NVLink domain of a rack, 72 x 186 GB, NVLink 130 TB/s both ways for all, one "
+        "ConnectX-7 of 400 Gb/s for each; 5 PFLOPS of BF16 with sparsity for each, 2.5 dense",
+    ),
+    "aws_p4d": (
+        {"memory_gb": 40.0, "intra_gb_s": 300.0, "inter_gb_s": 6.25, "tflops": 312.0},
+        "Amazon EC2 p4d.24xlarge: 8 A100 of 40 GB, NVSwitch 600 GB/s both ways, 400 Gb/s of EFA for all 8",
+    ),
+    "aws_p5": (
+        {},
+        "Amazon EC2 p5.48xlarge: 8 H100 of 80 GB, NVSwitch 900 GB/s both ways, 3,200 Gb/s of EFA for all 8",
     ),
     "pcie": (
-        {"per_node": 4, "memory_gb": 24.0, "intra_gb_s": 31.5, "inter_gb_s": 1.25, "intra_us": 5.7},
-        "PCI Express 4.0, 16 lanes: 16 GT/s, 128b/130b coding; between nodes 10 Gb/s Ethernet for each accelerator",
+        {"per_node": 4, "memory_gb": 24.0, "intra_gb_s": 31.5, "inter_gb_s": 1.25, "intra_us": 5.7, "tflops": 125.0},
+        "PCI Express 4.0, 16 lanes: 16 GT/s, 128b/130b coding; between nodes 10 Gb/s Ethernet for each accelerator; "
+        "NVIDIA A10 data sheet: 24 GB, 125 TFLOPS of BF16, dense",
     ),
 }
 """Name -> what it sets on top of the defaults, which are a DGX H100's, and where its numbers come from."""
@@ -78,6 +99,8 @@ class Machine:
     """Bytes of one accelerator."""
     intra: Link
     inter: Link
+    flops: float
+    """Operations a second of one accelerator."""
 
     @property
     def accelerators(self) -> int:
@@ -115,4 +138,5 @@ def read_machine(config: MachineConfig, world_size: int, key: str = "world") -> 
         config.memory_gb * 1e9,
         Link(config.intra_us * 1e-6, config.intra_gb_s * 1e9),
         Link(config.inter_us * 1e-6, config.inter_gb_s * 1e9),
+        config.tflops * 1e12,
     )

@@ -13,8 +13,8 @@ from string import Template
 from typing import Any
 
 from ..topology import AXES
+from .case import Case
 from .colours import ALONE, BY, PALETTE, kinds, shades
-from .composition import Case
 from .drawing import STYLE, draw_nodes, judge, key_lines, named
 from .grid import Grid, arrange
 from .report import runs

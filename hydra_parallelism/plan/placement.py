@@ -3,12 +3,10 @@
 import math
 from dataclasses import dataclass
 
-from ..topology import AXES, BASE_AXES, DERIVED_AXES, SPARSE_AXES, Topology
+from ..topology import AXES, BASE_AXES, DERIVED_AXES, EXPERT_RANKS, SPARSE_AXES, Topology
 from .machine import Machine
 
 __all__ = ["AxisPlacement", "Communicator", "communicators", "place", "stays_inside"]
-
-_EXPERT_RANKS = ("dp_shard", "ring", "ulysses", "tp")
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ def stays_inside(topology: Topology, axis: str, per_node: int) -> bool:
 
 def _stride(topology: Topology, axis: str) -> int:
     """Ranks after which the groups along an axis lie as they did."""
-    parts = _EXPERT_RANKS if axis in SPARSE_AXES else DERIVED_AXES.get(axis, (axis,))
+    parts = EXPERT_RANKS if axis in SPARSE_AXES else DERIVED_AXES.get(axis, (axis,))
     sizes = [topology.size(base) for base in BASE_AXES]
     outermost = min((BASE_AXES.index(part) for part in parts if topology.size(part) > 1), default=len(BASE_AXES))
     return math.prod(sizes[outermost:])

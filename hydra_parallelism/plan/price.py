@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from .composition import Case
+from .case import Case
+from .fit import check_fit
 from .memory import Memory, memory_of
 from .model import Model
 from .schedules import bubble, microbatches_of
@@ -15,12 +16,22 @@ def price(case: Case, model: Model | int, rank: int) -> dict[str, Any]:
     """Price a case for a model.
 
     Returns:
-        ``params``, ``memory`` (bytes), ``traffic`` (``None`` when only the number of parameters is known), ``seconds`` of all
-        of it one after the other, ``pipeline`` (``None`` without one), ``warnings``.
+        ``machine`` (memory and links), ``params``, ``memory`` (bytes), ``traffic`` (``None`` when only the number of parameters
+        is known), ``seconds`` of all of it one after the other, ``pipeline`` (``None`` without one), ``warnings``.
+
+    Raises:
+        ConfigurationError: The layout cannot split the model.
     """
+    if not isinstance(model, int):
+        check_fit(case, model)
     memory = memory_of(model, case.topology, case.config)
     moved = None if isinstance(model, int) else [_told(each) for each in traffic(case, model, rank)]
     return {
+        "machine": {
+            "memory_bytes": case.machine.memory,
+            "intra": vars(case.machine.intra),
+            "inter": vars(case.machine.inter),
+        },
         "params": model if isinstance(model, int) else model.params,
         "memory": {**vars(memory), "device": memory.device},
         "traffic": moved,

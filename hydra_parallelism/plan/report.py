@@ -5,18 +5,24 @@ from typing import Any
 
 from ..topology import BASE_AXES
 from .advice import reductions, warnings_of
-from .composition import Case
+from .case import Case
 from .placement import communicators, place
 
 __all__ = ["report", "runs"]
 
 
-def report(case: Case, rank: int) -> dict[str, Any]:
+_HEAD = 8
+"""Rows of the grid that are listed before the chosen rank's and the last one."""
+
+
+def report(case: Case, rank: int, *, whole: bool = False) -> dict[str, Any]:
     """Describe a case.
 
     Args:
         case: The layout and the machine.
         rank: Whose groups to list.
+        whole: Whether to list the grid of a large world from end to end, and not only its beginning, where ``rank`` is, and
+            its last row.
 
     Returns:
         Mappings, lists, strings and numbers only. Keys: ``world_size``, ``machine``, ``degrees``, ``rank``, ``grid``, ``axes``,
@@ -29,16 +35,10 @@ def report(case: Case, rank: int) -> dict[str, Any]:
     at, machine = case.topology, case.machine
     return {
         "world_size": at.world_size,
-        "machine": {
-            "nodes": machine.nodes,
-            "per_node": machine.per_node,
-            "memory_bytes": machine.memory,
-            "intra": {"latency_s": machine.intra.latency_s, "bytes_per_s": machine.intra.bytes_per_s},
-            "inter": {"latency_s": machine.inter.latency_s, "bytes_per_s": machine.inter.bytes_per_s},
-        },
+        "machine": {"nodes": machine.nodes, "per_node": machine.per_node},
         "degrees": {**at.degrees(), "dp": at.dp, "cp": at.cp, "fsdp": at.fsdp, "dp_cp": at.dp_cp, "efsdp": at.efsdp},
         "rank": {"rank": rank, "node": machine.node(rank), "dp_rank": at.dp_rank(rank), **at.coordinate(rank)},
-        "grid": list(_grid(case)),
+        "grid": list(_grid(case, rank, whole)),
         "axes": [
             {"axis": e.axis, "size": e.size, "ranks": runs(e.ranks), "nodes": runs(e.nodes), "inside_nodes": e.inside}
             for e in place(at, machine, rank)
@@ -69,12 +69,15 @@ def _continues(run: list[int], number: int) -> bool:
     return first == last or number - last == step
 
 
-def _grid(case: Case) -> Iterator[dict[str, Any]]:
+def _grid(case: Case, rank: int, whole: bool) -> Iterator[dict[str, Any]]:
     """The ranks along the innermost axis that has several, one row for each place on the axes outside it."""
     at = case.topology
     axes = [axis for axis in BASE_AXES if at.size(axis) > 1]
     inner = at.size(axes[-1]) if axes else 1
-    for first in range(0, at.world_size, inner):
+    count, mine = at.world_size // inner, rank // inner
+    # A gap of one row would take as much room as the row.
+    listed = range(count) if whole or count <= 2 * _HEAD else sorted({*range(_HEAD), mine, count - 1})
+    for first in (row * inner for row in listed):
         yield {
             "at": {axis: index for axis, index in at.coordinate(first).items() if axis in axes[:-1]},
             "ranks": [first, first + inner - 1],

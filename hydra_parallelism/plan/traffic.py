@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from . import collectives
+from .case import Case
 from .collectives import Cost
-from .composition import Case
 from .machine import Link
 from .memory import Share, compute_bytes, share_of
 from .model import Model
