@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hydra_parallelism import ConfigurationError, Topology
 from hydra_parallelism.config import ParallelismConfig
 from hydra_parallelism.plan import cli
+from hydra_parallelism.plan.case import Case
 from hydra_parallelism.plan.colours import ALONE, PALETTE, kinds, shades
-from hydra_parallelism.plan.composition import Case, compose, resolve_case
+from hydra_parallelism.plan.composition import compose, resolve_case
 from hydra_parallelism.plan.drawing import STYLE, draw, judge
 from hydra_parallelism.plan.grid import arrange
 from hydra_parallelism.plan.machine import MachineConfig, read_machine

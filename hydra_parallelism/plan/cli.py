@@ -3,7 +3,6 @@
 import argparse
 import gc
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -136,10 +135,19 @@ def _plan(parsed: argparse.Namespace, overrides: list[str]) -> None:
         from .drawing import default_axis
         from .page import show_page
 
-        axis, command = parsed.colour or default_axis(case.topology), shlex.join(["hydra-parallelism", "plan", *overrides])
-        deliver(show_page(case, facts, axis, parsed.by or "group", command), parsed.output)
+        axis = parsed.colour or default_axis(case.topology)
+        deliver(show_page(case, facts, axis, parsed.by or "group", _typed(parsed, overrides)), parsed.output)
         return
     _print(facts, kind, parsed.output)
+
+
+def _typed(parsed: argparse.Namespace, overrides: list[str]) -> str:
+    """The words that describe the layout, as one can paste them."""
+    import shlex
+
+    names = {"--config-dir": parsed.config_dir, "--config-name": parsed.config_name}
+    options = [word for name, value in names.items() if value is not None for word in (name, value)]
+    return shlex.join(["hydra-parallelism", "plan", *options, *overrides])
 
 
 def _refuse_colours(parsed: argparse.Namespace) -> None:

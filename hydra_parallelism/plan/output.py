@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 from ..errors import ConfigurationError
-from ..results import write_whole
 
 __all__ = ["PICTURES", "deliver", "format_of"]
 
@@ -50,6 +49,8 @@ def deliver(text: str, output: str | None) -> None:
     if output is None:
         sys.stdout.write(text)
         return
+    from ..results import write_whole  # csv and more, which the console has no use for
+
     try:
         write_whole(Path(output), text.encode())
     except OSError as error:
