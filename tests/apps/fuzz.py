@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import _app
@@ -21,6 +22,7 @@ import models
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from steps import Shards
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -198,7 +200,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 def train(case: Case, model: nn.Module, share: int, shares: int) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of this share, and the whole gradients of the last step by name."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=LR), []
+    optimizer, losses = Shards(partial(torch.optim.SGD, lr=LR), model.parameters()), []
     for step in range(case.steps):
         optimizer.zero_grad()
         pair = (part[share * case.local_batch :][: case.local_batch] for part in batch(case, step, shares))

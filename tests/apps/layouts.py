@@ -180,6 +180,9 @@ MISTAKES: dict[int, list[Case]] = {
 """Wrong on purpose: the comparison must say so."""
 
 
+AS_USERS = {"fsdp3", "hsdp2x2", "fsdp2_tp2_sp", "ep2_efsdp2", "usp2x2", "hsdp2x2_tp2"}
+"""Layouts of more than two ranks whose parameters are stepped by torch's optimizers themselves, see steps.py."""
+
 OBSERVED = (1, 2, 4)
 """World sizes of observe.py."""
 

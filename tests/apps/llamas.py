@@ -4,10 +4,11 @@ Like parity.py, with what a fine-tuning script calls: ``forward_backward`` and `
 and Transformers in every process.
 """
 
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from typing import Any
 
+import steps
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -55,11 +56,11 @@ def batch(step: int, padded: bool) -> tuple[dict[str, Tensor], Tensor]:
     return {"input_ids": tokens[:, :-1], "attention_mask": mask}, tokens[:, 1:]
 
 
-def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(kind: str, parameters: Any) -> torch.optim.Optimizer:
     """As in parity.py."""
     if kind == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4)
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(parameters, lr=3e-3, eps=1e-4)
 
 
 def loss_of(output: Any, targets: Tensor) -> Tensor:
@@ -75,7 +76,7 @@ def whole(tensor: Tensor) -> Tensor:
 def reference(kind: str, optimizer_kind: str, padded: bool) -> Numbers:
     """One process."""
     model, losses, norms = make(kind), [], []
-    optimizer = optimizer_of(optimizer_kind, model)
+    optimizer = optimizer_of(optimizer_kind, model.parameters())
     for step in range(STEPS):
         inputs, targets = batch(step, padded)
         optimizer.zero_grad()
@@ -90,7 +91,8 @@ def reference(kind: str, optimizer_kind: str, padded: bool) -> Numbers:
 def train(kind: str, optimizer_kind: str, context: ParallelContext) -> Numbers:
     """Under the context's layout."""
     model, losses, norms = parallelize(make(kind)), [], []
-    optimizer, shares = optimizer_of(optimizer_kind, model), context.dp_world_size
+    as_users, shares = context.topology.tp > 1 and context.topology.fsdp > 1, context.dp_world_size
+    optimizer = steps.optimizer(partial(optimizer_of, optimizer_kind), model.parameters(), as_users)
     for step in range(STEPS):
         inputs, targets = batch(step, padded=context.topology.cp == 1)
         mine = [tensor.chunk(shares)[context.dp_rank] for tensor in (*inputs.values(), targets)]

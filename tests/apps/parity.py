@@ -7,15 +7,17 @@ norms and final weights are from it, or the error.
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from typing import Any
 
 import models
+import steps
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from layouts import Case, cases
+from layouts import AS_USERS, Case, cases
+from steps import local
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -51,20 +53,21 @@ def batch(model: str, step: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(kind: str, parameters: Any) -> torch.optim.Optimizer:
     """SGD, or AdamW with an epsilon above rounding errors: an entry whose gradient is rounding error alone would otherwise be
     stepped by the whole learning rate, in a direction that differs from layout to layout.
 
     Fused, because torch works out a placement for each kind of call on each shape of DTensor: that takes longer than the steps.
     """
     if kind == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.3)
-    return torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4, fused=True)
+        return torch.optim.SGD(parameters, lr=0.3)
+    return torch.optim.AdamW(parameters, lr=3e-3, eps=1e-4, fused=True)
 
 
 def train(model: nn.Module, case: Case, kind: str, shares: int, rank: int, step_of: StepFunction) -> Numbers:
     """Three steps on this rank's share of each global batch."""
-    optimizer, numbers = optimizer_of(kind, model), Numbers()
+    as_users = step_of is plain_step or dist.get_world_size() <= 2 or case.name in AS_USERS
+    optimizer, numbers = steps.optimizer(partial(optimizer_of, kind), model.parameters(), as_users), Numbers()
     share = BATCH // shares
     for step in range(STEPS):
         inputs, targets = (part[rank * share : (rank + 1) * share] for part in batch(case.model, step))
@@ -80,11 +83,6 @@ def train(model: nn.Module, case: Case, kind: str, shares: int, rank: int, step_
 def whole(tensor: Any) -> Tensor:
     """The full tensor of a parameter or buffer. Collective."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:

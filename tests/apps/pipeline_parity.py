@@ -2,12 +2,16 @@
 
 import os
 import traceback
+from functools import partial
 from typing import Any
 
 import _app
+import steps
 import tiny
 import torch
 import torch.distributed as dist
+from pipelines import AS_USERS
+from steps import local
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -29,11 +33,6 @@ def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
 def full(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def inputs_of(case: dict[str, Any], tokens: Tensor) -> Any:
@@ -109,7 +108,7 @@ def train(model: nn.Module, parameters: dict[str, Any], case: dict[str, Any], ki
     """How far three steps and an evaluation are from one process."""
     losses, norms, weights, output = reference(case, kind)
     report = {"loss": 0.0, "norm": 0.0, "weight": 0.0}
-    optimizer = optimizer_of(kind, parameters.values())
+    optimizer = steps.optimizer(partial(optimizer_of, kind), parameters.values(), case["as_users"])
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = train_step(model, case, step, context)
@@ -156,7 +155,7 @@ def report(cases: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, case in cases.items():
         try:
-            found[name] = run(case)
+            found[name] = run({"as_users": int(os.environ["WORLD_SIZE"]) <= 2 or name in AS_USERS, **case})
         except Exception:
             _app.say(f"FAILED {name} on rank {os.environ['RANK']}\n{traceback.format_exc()}")
             os._exit(1)  # peers wait in collectives: end them through the agent

@@ -12,6 +12,9 @@ FEW = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 """One schedule of each kind."""
 SEQUENCE = {"enable_sequence_parallel": True}
 
+AS_USERS = {"pp3 1F1B", "pp2 fsdp2 1F1B", "pp2 tp2 sequence", "pp2 ep2 1F1B"}
+"""Pipelines of more than two ranks whose parameters are stepped by torch's optimizers themselves, see steps.py."""
+
 
 def case(
     schedule: str = "1F1B",
