@@ -25,7 +25,12 @@ from processes import APPS, ROOT, clean_environment, run, start
 
 TOGETHER = ("howto/axes.md", "howto/huggingface.md")
 """Pages of many short jobs: their ranks are forked from one process instead of being started by the command itself."""
-ELSEWHERE = {"howto/slurm.md": "test_slurm.py", "howto/torchrun.md": "test_docs.py"}
+ELSEWHERE = {
+    "howto/slurm.md": "test_slurm.py",
+    "howto/torchrun.md": "test_docs.py",
+    "hydra-parallelism plan parallelism=fsdp_tp parallelism.tp_plan=auto model.module=mine:build": "test_plan_rank.py",
+    "hydra-parallelism doctor": "test_doctor.py",
+}
 """Page -> the file with the tests that take its commands from it; or one command -> the file with a test of the same words."""
 SHELLS = {"sh", "shell", "zsh", ""}
 

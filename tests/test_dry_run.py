@@ -153,9 +153,9 @@ def test_a_sweep_is_dry_as_a_whole() -> None:
 
 
 def test_the_record_says_when_ranks_are_placed_otherwise() -> None:
-    assert record._judge_placement(["a", "a", "b", "b"], 2) == ""
-    assert record._judge_placement(["a"], 1) == ""
-    assert record._judge_placement(["a", "b", "a", "b"], 2) == (
+    assert record._judge_placement(dict(enumerate("aabb")), 2) == ""
+    assert record._judge_placement({0: "a"}, 1) == ""
+    assert record._judge_placement(dict(enumerate("abab")), 2) == (
         "warning: ranks are not on nodes in blocks of 2, as this report takes them to be: rank 1 is on b, rank 0 on a; "
         "see parallelism.yaml\n"
     )

@@ -207,13 +207,14 @@ SHAPE = ["model.hidden=66", "model.layers=4", "model.heads=6", "model.ffn=96", "
          ["model.heads=6 does not divide by ulysses_degree=4", "model.sequence=30 does not divide by ulysses_degree=4"]),
         (["parallelism.dp_shard=4", "parallelism.ep_size=4", "model.experts=6"],
          ["model.experts=6 does not divide by ep_size=4"]),
-        (["parallelism.pp_size=8"], ["model.layers=4 is less than pp_size=8 * 1 stage(s) of 1F1B"]),
+        (["parallelism.pp_size=8"], ["model.layers=4 is less than the 8 stages of parallelism.pp_size=8 under 1F1B"]),
         (["parallelism.pp_size=3", "parallelism/pipeline=interleaved_1f1b"],
-         ["model.layers=4 is less than pp_size=3 * 2 stage(s) of Interleaved1F1B"]),
+         ["model.layers=4 is less than the 6 stages of parallelism.pp_size=3 under Interleaved1F1B"]),
         (["parallelism.pp_size=2", "model.tied=true"],
-         ["model.tied=true: with pp_size=2 embedding and head are in two stages, which share no parameters"]),
+         ["model.tied=true, but with parallelism.pp_size=2 embedding and head are in two stages and cannot be one weight; "
+          "try model.tied=false"]),
     ],
 )  # fmt: skip
 def test_a_model_that_the_layout_cannot_split(words: list[str], reasons: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *SHAPE, *words]) == 1
-    assert capsys.readouterr().err == "\n  ".join(["model does not fit the layout:", *reasons]) + "\n"
+    assert capsys.readouterr().err == "\n  ".join(["the model does not go with the layout:", *reasons]) + "\n"

@@ -36,7 +36,7 @@ LARGE = (
     "parallelism.tp_size=2",
 )
 LARGE_SIZES = {"pp": 4, "dp_replicate": 4, "dp_shard": 32, "tp": 2}
-MODEL = tuple(f"model.{size}" for size in ("hidden=64", "layers=4", "heads=4", "ffn=128", "vocab=99", "sequence=8"))
+MODEL = tuple(f"model.{size}" for size in ("hidden=64", "layers=4", "heads=4", "ffn=128", "vocab=96", "sequence=8"))
 MADE_OF = {
     "dp": ("dp_replicate", "dp_shard"),
     "fsdp": ("dp_shard",),

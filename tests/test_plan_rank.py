@@ -92,7 +92,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in lines[1:4]] == ["1", "2", "3"]
     assert lines[5].endswith("do not go with the model")
     assert lines[6].startswith("  the least of what is too much: ")
-    assert any("such as: model: num_heads=32 does not divide by tp_size=64" in line for line in lines)
+    assert any("such as: model.heads=32 does not divide by tp_size=64" in line for line in lines)
 
 
 def test_the_same_as_data(capsys: pytest.CaptureFixture[str]) -> None:

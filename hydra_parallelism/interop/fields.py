@@ -32,9 +32,9 @@ __all__ = [
     "whole",
 ]
 
-OURS_ALONE = ("world_size", "inference", "enable_expert_parallel", "runtime.")
+OURS_ALONE = ("world_size", "inference", "enable_expert_parallel", "runtime.", "dry_run", "simulate.")
 """Keys of ours that no target is told (a dot at the end: all keys below). They say how many processes there are and how they
-meet, which a target learns from the launcher; an alias is resolved into what it stands for."""
+meet, which a target learns from the launcher, or take the place of a job; an alias is resolved into what it stands for."""
 
 
 def _same(value: Any) -> Any:

@@ -116,7 +116,8 @@ def _indivisible(model: Model, at: Topology, config: ParallelismConfig) -> Itera
     numbers = ModelConstraints(num_heads=model.heads, seq_len=model.sequence, num_experts=experts)
     for reason in violations(at, numbers, config.enable_sequence_parallel):
         yield _named(reason)
-    split = {"kv_heads": model.kv_heads, "vocab": model.vocab, **({} if experts else {"ffn": model.ffn})}
+    split = {"vocab": model.vocab, **({} if experts else {"ffn": model.ffn})}
+    split |= {} if model.kv_heads == model.heads else {"kv_heads": model.kv_heads}
     for name, value in split.items():
         if value % at.tp:
             yield f"model.{name}={value} does not divide by parallelism.tp_size={at.tp}"
