@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from . import _answers, interpolations, launch, run_mode
+from . import _answers, interpolations, launch, run_mode, simulation
 from . import world as world_module
 from ._equation import read_degrees
 from .errors import ConfigurationError
@@ -32,8 +32,9 @@ def tell(config: DictConfig) -> None:
     world = world_module.read()
     case, said = describe(config)
     if world is None or world.rank == 0:
+        imagined = simulation.read(*run_mode.node_of(config))
         sys.stdout.write(f"{said}\n")
-        text.write(report(case, 0))
+        text.write(report(case, 0 if imagined is None else imagined.rank))
         sys.stdout.flush()
 
 
@@ -97,6 +98,9 @@ def write(case: Case, folder: Path) -> str:
 
 def _world(config: DictConfig, node: Any, key: str) -> World:
     """As the job would have it, except that a stated size counts, whoever launched this process."""
+    imagined = simulation.read(node, key)
+    if imagined is not None:
+        return imagined
     degrees = read_degrees(node, key)
     world = world_module.read()
     if run_mode.may_start(world):

@@ -249,6 +249,13 @@ def start_server(options: TorchrunConfig) -> None:
     try:
         with _environment(options):
             forkserver.ensure_running()
+    except OSError as error:
+        if "path too long" not in str(error):
+            raise
+        raise LaunchError(
+            f"TMPDIR={tempfile.gettempdir()} is too long a path for the socket that processes are asked for through\n"
+            "  try: TMPDIR=/tmp python ..."
+        ) from error
     finally:
         if alone:
             signal.signal(signal.SIGINT, before)

@@ -152,6 +152,20 @@ def test_a_sweep_is_dry_as_a_whole() -> None:
         dry_run.check_sweep(config("parallelism.dry_run=false"), "parallelism")
 
 
+def test_a_simulated_world_is_reported(tmp_path: Path) -> None:
+    words = (
+        "parallelism=hsdp",
+        "parallelism.simulate.world_size=64",
+        "parallelism.simulate.rank=9",
+        "parallelism.dry_run=true",
+    )
+    outcome = run(python("say.py", *words), tmp_path)
+    assert outcome.code == 0, outcome.text
+    assert "dry run, nothing is started: parallelism.simulate.world_size=64\n" in outcome.text
+    assert "dp_replicate=8 * dp_shard=8 = 64 ranks on 8 nodes of 8" in outcome.text
+    assert "groups of rank 9" in outcome.text
+
+
 def test_the_record_says_when_ranks_are_placed_otherwise() -> None:
     assert record._judge_placement(dict(enumerate("aabb")), 2) == ""
     assert record._judge_placement({0: "a"}, 1) == ""

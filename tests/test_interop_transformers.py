@@ -306,3 +306,25 @@ def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     exec(f"import hydra_parallelism\n{code[1]}", names)
     assert names["config"] == config(dp_shard=4)
     assert type(names["model"]) is LlamaForCausalLM
+
+
+@pytest.mark.parametrize(
+    ("theirs", "told"),
+    [
+        ({"tp_plan": 3}, "tp_plan=3: must be a mapping of name patterns to styles"),
+        ({"tp_plan": {"a": 1}, "tp_size": 2}, "tp_plan={'a': 1}: must be a mapping"),
+        ({"fsdp_size": 2, "fsdp_plan": {3: "free_full_weight"}}, "fsdp_plan={3: 'free_full_weight'}: must be a mapping"),
+        ({"fsdp_plan": {"a": [1]}}, "fsdp_plan={'a': [1]}: must be a mapping"),
+        ({"ep_plan": {"a": [1]}, "ep_size": 2}, "ep_plan={'a': [1]}: must be a mapping"),
+    ],
+)
+def test_plans_that_are_none(theirs: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        from_transformers(theirs)
+    assert told in str(error.value)
+
+
+def test_a_key_that_comes_twice_in_json(tmp_path: Path) -> None:
+    (tmp_path / "twice.json").write_text('{"tp_size": 2, "tp_size": 4}')
+    with pytest.raises(ConfigurationError, match="a key comes twice in tp_size, tp_size"):
+        from_transformers(tmp_path / "twice.json")

@@ -154,12 +154,44 @@ def test_whoever_launched_this_process_is_not_asked(monkeypatch: pytest.MonkeyPa
             ["parallelism.dp_shard=16", "world.nodes=1"],
             "= 16, but world.nodes=1 * world.per_node=8 = 8\n  try: parallelism.dp_shard=8",
         ),
+        (["world.efficiency=nan"], "world.efficiency=nan: must be a number above 0"),
+        (["world.inter_us=inf"], "world.inter_us=inf: must be a number above 0"),
+        (["++world.foo=1"], "world is not valid:\n  world.foo: no such key"),
+        (["hydra.launcher.nnodes=0"], "hydra.launcher.nnodes=0: must be a whole number of at least 1"),
+        (["world.nodes=1000000000"], "= 8000000000: plans are of at most 1,048,576 ranks\n  try: a smaller layout"),
+        (["parallelism.dp_shard=99999999999"], "(product of the degrees): plans are of at most 1,048,576 ranks"),
+        (["parallelism=null"], "parallelism=null: a plan needs the node parallelism\n  try: parallelism=default"),
+        (["~world"], "~world: a plan needs the node world\n  try: world=dgx_h100"),
+        (
+            ["parallelism.simulate.world_size=64"],
+            "parallelism.simulate.world_size=64 makes a job one rank of a world; a plan is of all of them\n"
+            "  try: parallelism.simulate.world_size=null parallelism.world_size=64",
+        ),
     ],
 )
 def test_refusals(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError) as error:
         case(*overrides)
     assert message in str(error.value)
+
+
+def test_words_that_say_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", "++model.foo=1"]) == 1
+    assert capsys.readouterr().err == "model is not valid:\n  model.foo: no such key\n"
+    assert cli.main(["plan", "--output", ""]) == 1
+    assert capsys.readouterr().err.startswith("--output : no format has the suffix (none)")
+    assert cli.main(["plan", "--format", "svg", "--colour", ""]) == 1
+    assert "axis" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_plan", interrupted)
+    assert cli.main(["plan"]) == 130
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_rank_outside_the_world(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,9 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -178,9 +180,14 @@ def test_ctrl_c_ends_a_sweep(at_a_time: int, tmp_path: Path) -> None:
     assert "Traceback" not in text
 
 
-def test_thirty_jobs_leave_nothing(tmp_path: Path) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder whose path is short: a socket has to fit into it."""
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        yield Path(folder)
+
+
+def test_thirty_jobs_leave_nothing(tmp_path: Path, temporary: Path) -> None:
     marker = f"+marker={tmp_path.name}"
     watch = tmp_path / "watch.py"
     watch.write_text(

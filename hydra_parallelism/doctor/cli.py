@@ -1,6 +1,7 @@
 """The subcommand ``doctor``."""
 
 import argparse
+import math
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -55,8 +56,8 @@ def _examine(processes: int, deadline: float) -> "Iterator[Finding]":
 def _positive(kind: type) -> Any:
     def read(text: str) -> Any:
         value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"{text} must be more than 0")
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} must be a number above 0")
         return value
 
     return read

@@ -233,7 +233,7 @@ _DERIVED = frozenset(AXES) - set(leaves())
 def _as_mapping(target: Target, source: Any) -> Mapping[str, Any]:
     if isinstance(source, str | Path):
         try:
-            source = json.loads(Path(source).read_text(encoding="utf-8"))
+            source = json.loads(Path(source).read_text(encoding="utf-8"), object_pairs_hook=_once)
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"{source} is not a JSON file of {target.name}: {error}") from error
     if dataclasses.is_dataclass(source) and not isinstance(source, type):
@@ -253,6 +253,14 @@ def _public(instance: Any) -> dict[str, Any]:
             value = getattr(instance, entry.name)
             is_nested = dataclasses.is_dataclass(value) and not isinstance(value, type)
             found[entry.name] = _public(value) if is_nested else value
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, whose keys come once."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a key comes twice in {', '.join(name for name, _ in pairs)}")
     return found
 
 

@@ -91,6 +91,8 @@ def from_transformers(source: Any) -> ParallelismConfig:
         ConfigurationError: A field that Transformers does not have, or a value that we have nothing for.
     """
     theirs = read_theirs(TARGET, source)
+    if theirs.get("tp_plan") != "auto":
+        _read_plan("tp_plan", theirs.get("tp_plan"))
     values = take(TARGET, theirs) | _take_alias(theirs) | _take_units(theirs)
     if values.get("tp_plan") is not None:
         values.setdefault("tp_size", -1)
@@ -148,14 +150,26 @@ def _give_units(ours: Ours) -> dict[str, Any]:
 
 
 def _take_units(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    plan = theirs.get("fsdp_plan")
+    plan = _read_plan("fsdp_plan", theirs.get("fsdp_plan"))
     if not plan:
         return {}
-    styles = set(plan.values()) if isinstance(plan, Mapping) else set()
+    styles = set(plan.values())
     if len(styles) != 1 or not styles <= {_FREE, _KEEP}:
         problem = f"fsdp_plan={plan!r}: ours frees all units after forward or none"
         refuse_theirs(TARGET, [f"{problem}\n    try: {_FREE!r} for each pattern, or {_KEEP!r} for each"])
     return {"fsdp.wrap": list(plan), "fsdp.reshard_after_forward": styles == {_FREE}}
+
+
+def _read_plan(name: str, plan: Any) -> Mapping[str, str] | None:
+    """A mapping of name patterns to styles, if there is one.
+
+    Raises:
+        ConfigurationError: It is something else.
+    """
+    if plan is None or (isinstance(plan, Mapping) and all(isinstance(word, str) for item in plan.items() for word in item)):
+        return plan
+    refuse_theirs(TARGET, [f"{name}={plan!r}: must be a mapping of name patterns to styles"])
+    return None
 
 
 def _styles(ours: Ours) -> set[str]:
@@ -171,10 +185,8 @@ def _give_experts(ours: Ours) -> dict[str, Any]:
 
 
 def _take_experts(theirs: Mapping[str, Any], size: int) -> dict[str, Any]:
-    plan, how = theirs.get("ep_plan"), theirs.get("ep_implementation") or "auto"
+    plan, how = _read_plan("ep_plan", theirs.get("ep_plan")), theirs.get("ep_implementation") or "auto"
     problems = []
-    if plan is not None and not isinstance(plan, Mapping):
-        problems.append(f"ep_plan={plan!r}: must be a mapping of name patterns to styles")
     if how not in ("auto", "all_to_all", "all_reduce"):
         problems.append(f"ep_implementation={how!r}: ours are all_to_all and all_reduce\n    try: ep_implementation='auto'")
     elif how == "all_reduce" and not plan and size > 1:

@@ -28,6 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0, or 1 with a message on stderr when the config is refused.
     """
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parsed, rest = _parser().parse_known_args(arguments)
     unknown = [word for word in rest if word.startswith("-") or parsed.command == "doctor"]
     if unknown:
@@ -51,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _hint(parsed: argparse.Namespace, overrides: list[str]) -> str:
     """Words pasted from an app's command line are about its own config, too."""
-    foreign = [word for word in overrides if not word.lstrip("+~").startswith(("parallelism", "world", "model", "hydra"))]
+    own = ("parallelism", "world", "model", "hydra", "=")
+    foreign = [word for word in overrides if word and not word.lstrip("+~").startswith(own)]
     if not foreign or parsed.config_name:
         return ""
     return f"  try: --config-dir conf --config-name config, if {foreign[0]} is about an app's own config\n"
@@ -109,7 +117,7 @@ def _plan(parsed: argparse.Namespace, overrides: list[str]) -> None:
     from .output import PICTURES, deliver, format_of
     from .report import report
 
-    kind = format_of(parsed.output, parsed.format) if parsed.output else parsed.format
+    kind = parsed.format if parsed.output is None else format_of(parsed.output, parsed.format)
     if kind not in PICTURES:
         _refuse_colours(parsed)
     if parsed.top is not None and (not parsed.rank or parsed.top < 1):
@@ -122,7 +130,10 @@ def _plan(parsed: argparse.Namespace, overrides: list[str]) -> None:
     if kind == "svg":
         from .drawing import default_axis, draw
 
-        deliver(draw(case, parsed.colour or default_axis(case.topology), parsed.by or "group"), parsed.output)
+        deliver(
+            draw(case, default_axis(case.topology) if parsed.colour is None else parsed.colour, parsed.by or "group"),
+            parsed.output,
+        )
         return
     facts = report(case, parsed.of, whole=kind == "json")
     if config.model.module is not None:
@@ -135,7 +146,7 @@ def _plan(parsed: argparse.Namespace, overrides: list[str]) -> None:
         from .drawing import default_axis
         from .page import show_page
 
-        axis = parsed.colour or default_axis(case.topology)
+        axis = default_axis(case.topology) if parsed.colour is None else parsed.colour
         deliver(show_page(case, facts, axis, parsed.by or "group", _typed(parsed, overrides)), parsed.output)
         return
     _print(facts, kind, parsed.output)
@@ -155,7 +166,7 @@ def _refuse_colours(parsed: argparse.Namespace) -> None:
 
     for name in ("colour", "by"):
         value = getattr(parsed, name)
-        if value:
+        if value is not None:
             raise ConfigurationError(f"--{name} {value} is for pictures\n  try: --format svg --{name} {value}")
 
 

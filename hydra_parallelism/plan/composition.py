@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -19,6 +20,8 @@ from .overrides import Composed, compose
 
 __all__ = ["Case", "compose", "model_of", "read_policies", "resolve_case"]
 
+_MOST_RANKS = 1 << 20
+
 
 def resolve_case(composed: Composed) -> Case:
     """Resolve a composed config on its machine. Pure: neither the environment nor this machine's accelerators are asked.
@@ -26,16 +29,48 @@ def resolve_case(composed: Composed) -> Case:
     Raises:
         ConfigurationError: The degrees do not fit, a value is out of range, or an interpolation of ours refuses.
     """
-    machine: MachineConfig = OmegaConf.to_object(composed.world)  # type: ignore[assignment]
-    read_machine(machine, 1)  # refuses before anything is divided by it
-    machine, launched = _follow_launcher(machine, composed.config)
+    machine, launched = _machine_of(composed)
     with _answers.planned(_world(machine, (machine.nodes or 1) * machine.per_node)):
-        world = _world(machine, *_world_size(composed, machine, launched))
+        size, why = _world_size(composed, machine, launched)
+    _check_size(size, why)
+    world = _world(machine, size, why)
     with _answers.planned(world):
         if OmegaConf.select(composed.config, "hydra.job") is not None:  # composed by Hydra, perhaps an app's own
             interpolations.check(composed.config)
         case = case_of(composed.parallelism, world, machine, key=composed.key)
         return replace(case, constraints=_constraints(composed.config))
+
+
+def _machine_of(composed: Composed) -> tuple[MachineConfig, str]:
+    """The machine that the config describes, judged, and what the launcher says of it, see :func:`_follow_launcher`."""
+    _refuse_strangers(composed.world, MachineConfig, "world")
+    machine: MachineConfig = OmegaConf.to_object(composed.world)  # type: ignore[assignment]
+    read_machine(machine, 1)  # refuses before anything is divided by it
+    simulated = OmegaConf.select(composed.parallelism, "simulate.world_size")
+    if simulated is not None:
+        key = composed.key
+        raise ConfigurationError(
+            f"{key}.simulate.world_size={simulated} makes a job one rank of a world; a plan is of all of them\n"
+            f"  try: {key}.simulate.world_size=null {key}.world_size={simulated}"
+        )
+    return _follow_launcher(machine, composed.config)
+
+
+def _check_size(size: int, why: str) -> None:
+    """Refuse worlds whose groups would take minutes to write down."""
+    if size > _MOST_RANKS:
+        raise ConfigurationError(
+            f"{why}: plans are of at most {_MOST_RANKS:,} ranks\n  try: a smaller layout of the same pattern"
+        )
+
+
+def _refuse_strangers(node: Any, schema: type, name: str) -> None:
+    """Keys that were added by force (``++model.foo=1``): they would say nothing."""
+    if not isinstance(node, DictConfig):
+        raise ConfigurationError(f"{name}={node}: a plan needs it\n  try: leave it as it is, or {name}.KEY=VALUE")
+    strangers = sorted(set(map(str, node)) - set(vars(schema())))
+    if strangers:
+        raise ConfigurationError("\n  ".join([f"{name} is not valid:", *(f"{name}.{key}: no such key" for key in strangers)]))
 
 
 def _follow_launcher(machine: MachineConfig, config: DictConfig) -> tuple[MachineConfig, str]:
@@ -51,7 +86,8 @@ def _follow_launcher(machine: MachineConfig, config: DictConfig) -> tuple[Machin
         return machine, ""
     is_submitit = "submitit" in str(launcher.get("_target_"))
     inner, outer = ("tasks_per_node", "nodes") if is_submitit else ("nproc_per_node", "nnodes")
-    per_node, nodes = launcher.get(inner, "auto"), launcher.get(outer) or 1
+    per_node, nodes = launcher.get(inner, "auto"), launcher.get(outer)
+    nodes = 1 if nodes is None else nodes
     said = {inner: 1 if per_node == "auto" else per_node, outer: nodes}
     problems = [f"hydra.launcher.{name}={launcher.get(name)}" for name, value in said.items() if not is_positive(value)]
     if problems:
@@ -77,10 +113,9 @@ def read_policies(composed: Composed) -> tuple[Machine, ParallelismConfig]:
     Raises:
         ConfigurationError: A value of ``world`` is out of range, or the launcher starts processes on another number of nodes.
     """
-    written: MachineConfig = OmegaConf.to_object(composed.world)  # type: ignore[assignment]
-    read_machine(written, 1)
-    written, _ = _follow_launcher(written, composed.config)
+    written, _ = _machine_of(composed)
     size = composed.parallelism.world_size or (written.nodes or 1) * written.per_node
+    _check_size(size, f"world_size={size}")
     with _answers.planned(_world(written, size)):
         plain = OmegaConf.to_container(composed.parallelism, resolve=True)
     read: ParallelismConfig = OmegaConf.to_object(  # type: ignore[assignment]
@@ -95,6 +130,7 @@ def model_of(composed: Composed) -> Model | int | None:
     Raises:
         ConfigurationError: The node does not describe a model.
     """
+    _refuse_strangers(composed.model, ModelConfig, "model")
     read: ModelConfig = OmegaConf.to_object(composed.model)  # type: ignore[assignment]
     return read_model(read)
 

@@ -8,6 +8,7 @@ sparsity" say twice as much. Latencies are the ones NCCL's own cost model has fo
 Ranks fill nodes in order: rank ``r`` is on node ``r // per_node``, as torchrun and Slurm's block distribution place them.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -133,7 +134,9 @@ def read_machine(config: MachineConfig, world_size: int, key: str = "world") -> 
         ConfigurationError: Names every value that is not above 0.
     """
     problems = [
-        f"{key}.{name}={value}: must be above 0" for name, value in vars(config).items() if value is not None and value <= 0
+        f"{key}.{name}={value}: must be {'above 0' if math.isfinite(value) else 'a number above 0'}"
+        for name, value in vars(config).items()
+        if value is not None and not 0 < value < math.inf  # nan is none of it
     ]
     if config.efficiency > 1:
         problems.append(f"{key}.efficiency={config.efficiency}: must be at most 1, a share of {key}.tflops")

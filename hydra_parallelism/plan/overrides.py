@@ -65,6 +65,7 @@ def compose(overrides: Sequence[str], config_dir: str | None = None, config_name
         return _compose_app(list(overrides), config_dir, config_name)
     config = compose_plain(overrides) if config_dir is None else None
     if config is None:
+        _refuse_nothing(overrides)
         config = _compose_with_hydra(_ROOT, list(overrides), config_dir)
     return Composed(config, "parallelism", config.world, config.model)
 
@@ -90,6 +91,15 @@ def _compose_app(overrides: list[str], config_dir: str, config_name: str) -> Com
             f"{Path(config_dir) / config_name} has no node {key!r}: choose a preset in its defaults list (parallelism: default)"
         )
     return Composed(config, key, ours.world, ours.model)
+
+
+def _refuse_nothing(overrides: Sequence[str]) -> None:
+    """Refuse to leave out a node that a plan needs, which Hydra would do or fail at without a word to type."""
+    for word in overrides:
+        group, _, option = word.lstrip("~").partition("=")
+        if group in ("parallelism", *_OWN) and (word.startswith("~") or option in ("null", "")):
+            instead = {"parallelism": "parallelism=default", "world": "world=dgx_h100"}.get(group, "leave it out")
+            raise ConfigurationError(f"{word}: a plan needs the node {group}\n  try: {instead}")
 
 
 def _is_about(word: str, node: str) -> bool:

@@ -76,6 +76,8 @@ def _read(value: str, key: str, values: dict[str, Any]) -> bool:
 
 def _build(chosen: dict[str, str], values: dict[str, Any]) -> DictConfig | None:
     launcher = {key.rpartition(".")[2]: values.pop(key) for key in _LAUNCHER if key in values}
+    if not all(type(value) is int or value == "auto" for value in launcher.values()):  # Hydra knows what else it takes
+        return None
     schemas = {"parallelism": ParallelismConfig, "world": MachineConfig, "model": ModelConfig}
     config = OmegaConf.create({name: OmegaConf.structured(schema) for name, schema in schemas.items()})
     for group, options in _OPTIONS.items():
