@@ -12,7 +12,8 @@ from hydra_parallelism import ContextParallelConfig, ParallelismConfig, current,
 from processes import body_lines, python, run
 
 LAYOUT = [
-    f"hydra_parallelism.config.{part}Config" for part in ("Parallelism", "ContextParallel", "FSDP", "Pipeline", "Runtime")
+    f"hydra_parallelism.config.{part}Config"
+    for part in ("Parallelism", "ContextParallel", "FSDP", "Pipeline", "Runtime", "Simulate")
 ]
 # On Hydra 1.4 hydra-zen 0.17 stores the config of every launch under one name and makes callbacks without its whitelist.
 pytestmark = [

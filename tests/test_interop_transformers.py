@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
 from hydra import compose, initialize
 from omegaconf import OmegaConf
@@ -143,7 +144,8 @@ def test_a_topology_and_a_composed_config_can_be_told() -> None:
     assert to_transformers(Topology(dp_shard=2, tp=2, ep=4)) == {
         "tp_size": 2, "tp_plan": "auto", "fsdp_size": 2, "pp_size": 1, "ep_size": 4,
     }  # fmt: skip
-    with initialize(version_base=None, config_path=None):
+    version: dict[str, Any] = {"version_base": None} if hydra.__version__.startswith("1.3") else {}
+    with initialize(config_path=None, **version):
         composed = compose(overrides=["+parallelism=fsdp_tp", "parallelism.fsdp.mixed_precision=bf16"])
     assert to_transformers(composed.parallelism, world_size=8) == {
         "tp_size": 2, "tp_plan": "auto", "fsdp_size": 4, "fsdp_mixed_precision": True, "pp_size": 1, "ep_size": 1,
