@@ -24,6 +24,7 @@ def main(config: DictConfig) -> float:
     _app.say(f"BODY rank {context.rank} pid {os.getpid()} value {config.value}")
     log.info("at work")
     print("printed", flush=True)
+    dist.barrier()  # every rank has said so before one of them ends all
     if config.ignore and context.rank != config.rank:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if config.fate == "sleep":
