@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import memory
@@ -24,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 def count(tensors: Iterable[Any]) -> int:
     """Bytes of this rank's part of some tensors; what is no tensor counts nothing, and what is on ``meta`` neither."""
+    from torch.distributed.tensor import DTensor  # not at the top: jobs that are not simulated would all pay for it
+
     total = 0
     for tensor in tensors:
         if isinstance(tensor, Tensor) and not tensor.is_meta:

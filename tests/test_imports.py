@@ -250,3 +250,10 @@ def test_exceptions_survive_pickling(kind: type[ParallelismError], also: type[Ex
     assert isinstance(error, (ParallelismError, also))
     assert isinstance(error, also)
     assert str(error) == "parallelism does not fit:\n  try: tp_size=2"
+
+
+def test_a_job_without_dtensors_does_not_import_them() -> None:
+    """They bring torch's compiler with them when the job ends: seconds of every rank, and a folder in the temporary one."""
+    code = "import sys, hydra_parallelism.runtime; print('torch.distributed.tensor' in sys.modules)"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert child.stdout == "False\n", child.stderr
